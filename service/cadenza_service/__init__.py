@@ -1,0 +1,1 @@
+"""The training service: parameter servers, round coordination, supervision, job store."""
