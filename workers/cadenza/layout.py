@@ -114,7 +114,8 @@ class Layout(msgspec.Struct, frozen=True):
     def slices(self, shard: int, shards: int, names: Iterable[str]) -> list[Slice]:
         """The part of each named vector that shard ``shard`` of ``shards`` owns, in layout order."""
         return [
-            Slice(vector.name, vector.dtype, *cut(vector.length, shard, shards)) for vector in self.named(names)
+            Slice(vector.name, vector.dtype, *cut(vector.length, shard, shards))
+            for vector in self.named(names)
         ]
 
     def difference(self, other: Layout) -> str:

@@ -82,7 +82,9 @@ class Link(Protocol):
     def notice(self, notice: Notice) -> None:
         """Make an event. Does not wait. Thread-safe."""
 
-    def telemetry(self, *, steps: int, samples: int, compute_seconds: float, apply_seconds: float | None) -> None:
+    def telemetry(
+        self, *, steps: int, samples: int, compute_seconds: float, apply_seconds: float | None
+    ) -> None:
         """Pass on cumulative figures; ``apply_seconds`` of the latest sync, or none outside one. Cheap, may be dropped."""
 
     def finish(self) -> bool:

@@ -72,6 +72,12 @@ class Request(Message, frozen=True):
     """abstain: why, such as ``amp_overflow``."""
 
 
+class Read(Message, frozen=True):
+    """An observer's wish for the committed state as it is, outside all rounds. Answered by State."""
+
+    vectors: tuple[str, ...]
+
+
 # --- shard -> worker -------------------------------------------------------------------------------
 
 
@@ -118,6 +124,13 @@ class Answer(Message, frozen=True):
     codec: str = "fp32"
     present: tuple[bytes, ...] = ()
     """gradient, gradients: for each round, which parameters got a gradient from anyone."""
+
+
+class State(Message, frozen=True):
+    """The answer to Read; the body is the shard's slices of the vectors in layout order."""
+
+    version: int
+    round: int
 
 
 # --- coordinator <-> shard -------------------------------------------------------------------------
@@ -211,7 +224,8 @@ class Joined(Message, frozen=True):
     shards: tuple[tuple[str, int], ...]
     """Host and port of each shard, by number."""
     codec: str
-    steps: int = 0
+    round_timeout_s: float
+    """How long the coordinator lets a round wait; a worker waits a little longer."""
 
 
 class Ready(Message, frozen=True):
@@ -312,11 +326,27 @@ class Failed(Message, frozen=True):
     remedy: str = ""
 
 
-SYNC_BOUNDS_S: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SYNC_BOUNDS_S: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
 """Upper bounds of the buckets of synchronisation times, in seconds."""
 
 AnyMessage = (
-    Publish | Request | Done | Refused | Answer | Assign | Received | Decision | Join | Joined | Ready | Lease | Leased
+    Publish | Request | Read | State | Done | Refused | Answer | Assign | Received | Decision | Join | Joined | Ready | Lease | Leased
     | Exhausted | Evaluating | Report | Telemetry | Log | Notice | Finish | Finished | Published | Failed
 )  # fmt: skip
 

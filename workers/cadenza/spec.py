@@ -80,7 +80,9 @@ class Workers(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Workers:
         if self.max is not None and self.max < self.min:
-            raise ValueError(f"workers.max is {self.max}, below workers.min, which is {self.min}; raise max or lower min")
+            raise ValueError(
+                f"workers.max is {self.max}, below workers.min, which is {self.min}; raise max or lower min"
+            )
         return self
 
     @property
@@ -153,7 +155,9 @@ class Sync(Section):
                 "gradient; remove it or set mode: local"
             )
         if self.mode != "ssp" and self.staleness is not None:
-            raise ValueError(f"sync.staleness is {self.staleness}, but only mode 'ssp' has a bound, not {self.mode!r}; remove it or set mode: ssp")
+            raise ValueError(
+                f"sync.staleness is {self.staleness}, but only mode 'ssp' has a bound, not {self.mode!r}; remove it or set mode: ssp"
+            )
         return self
 
     @property

@@ -1,0 +1,630 @@
+"""The round coordinator's server: control connections to the workers, a log to every shard.
+
+One place per job decides about rounds, data leases and the job's end. The decisions themselves are made by
+the pure cores (:mod:`rounds`, :mod:`ledger`, :mod:`progress`); this module is locks, sockets and clocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cadenza.codecs import AUTO
+from cadenza.layout import Layout
+from cadenza.messages import (
+    Assign,
+    Decision,
+    Done,
+    Evaluating,
+    Exhausted,
+    Failed,
+    Finish,
+    Finished,
+    Join,
+    Joined,
+    Lease,
+    Leased,
+    Log,
+    Message,
+    Notice,
+    Published,
+    Ready,
+    Received,
+    Report,
+    Telemetry,
+)
+from cadenza.spec import JobSpec
+from cadenza.transport import Connection, NoRequests, Refusal, Server, connect
+from cadenza.wire import Identity, ProtocolError, Role, Status
+from cadenza_service.ledger import Dataset, DatasetMismatch, Ledger
+from cadenza_service.progress import TrainingProgress
+from cadenza_service.recorder import Recorder, WorkerRecord, finite, severity
+from cadenza_service.rounds import Dropped, Happened, JobFails, Output, RoundRules, Rounds, Stale, Used
+from cadenza_service.snapshot import Failure, JobSnapshot, Progress
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+SHARD_TIMEOUT_S = 30.0
+HISTORY_BYTES = 256 << 20
+"""sync: what the shards of a job keep together of mean gradients for a worker that is evaluating."""
+MOST_HISTORY_ROUNDS = 64
+
+
+class Phase(enum.StrEnum):
+    """Where an attempt of a job stands."""
+
+    JOINING = "joining"
+    TRAINING = "training"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+LEGAL_PHASES = frozenset(
+    {
+        (Phase.JOINING, Phase.TRAINING),
+        (Phase.JOINING, Phase.FAILED),
+        (Phase.TRAINING, Phase.COMPLETED),
+        (Phase.TRAINING, Phase.FAILED),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """What one attempt of a job is made of."""
+
+    job_id: str
+    epoch: int
+    key: bytes
+    spec: JobSpec
+    workers: tuple[int, ...]
+    """The numbers of the workers that will join; training begins when all have."""
+    incarnation: int
+    """Of these workers; another one is refused."""
+    join_timeout_s: float
+    """How long the first worker to join waits for the last."""
+    round_timeout_s: float
+    host: str
+
+
+class CoordinatorServer:
+    """One attempt of one job."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._lock = threading.RLock()
+        self._phase = Phase.JOINING
+        self._failure: Failure | None = None
+        self._layout: Layout | None = None
+        self._progress = TrainingProgress(config.spec)
+        self._ledger = Ledger()
+        self._rounds: Rounds | None = None
+        self._recorder = Recorder({w: WorkerRecord(w, config.incarnation) for w in config.workers})
+        self._shards: list[Connection] = []
+        self._addresses: tuple[tuple[str, int], ...] = ()
+        self._controls: dict[int, Connection] = {}
+        self._joining: dict[int, tuple[Connection, int]] = {}
+        self._first_join_at: float | None = None
+        self._stopped = threading.Event()
+        self._server = Server(config.host, config.key, self._accept, lambda _: _WorkerControl(self))
+        self._ticker = threading.Thread(target=self._tick_loop, name="coordinator clock", daemon=True)
+        self._ticker.start()
+
+    # --- for the supervisor ---
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port that workers connect to."""
+        return self._server.address
+
+    def connect_shards(self, addresses: Iterable[tuple[str, int]]) -> None:
+        """Connect to the job's shards, in order; raises ConnectionError naming one that cannot be reached."""
+        self._addresses = tuple((host, port) for host, port in addresses)
+        identity = Identity(Role.COORDINATOR, epoch=self._config.epoch)
+        for number, (host, port) in enumerate(self._addresses):
+            handler = _ShardLog(self, number)
+            shard = connect(
+                host,
+                port,
+                self._config.key,
+                identity,
+                handler,
+                peer=f"shard {number}",
+                timeout_s=SHARD_TIMEOUT_S,
+            )
+            self._shards.append(shard.start())
+
+    def snapshot(self, after_event: int = 0, after_log: int = 0) -> JobSnapshot:
+        """The state of the attempt, with the events and log lines that follow the given numbers.
+
+        Entries up to these numbers are forgotten, so a caller gives them once it has stored them.
+        """
+        with self._lock:
+            return JobSnapshot(
+                phase=self._phase.value,
+                progress=self._public_progress(),
+                telemetry=self._recorder.telemetry(),
+                events=self._recorder.events_after(after_event),
+                logs=self._recorder.logs_after(after_log),
+                failure=self._failure,
+            )
+
+    def layout(self) -> Layout | None:
+        """The model's layout; none before the first worker has joined."""
+        return self._layout
+
+    def lost(self, worker: int, why: str) -> None:
+        """A worker's process ended; that is a failure unless it had finished or failed by itself."""
+        with self._lock:
+            record = self._recorder.workers[worker]
+            if self._phase in (Phase.COMPLETED, Phase.FAILED) or (
+                record.state == "finished" and not self._must_publish(worker)
+            ):
+                return
+            record.state = "lost"
+            message = f"worker {worker} was lost: {why}"
+            remedy = "look at the worker's log and its node (memory, preemption), then submit the job again"
+            self.fail(
+                Failure(
+                    kind="worker_lost", message=message, remedy=remedy, worker=worker, step=self._step(worker)
+                )
+            )
+
+    def fail(self, failure: Failure) -> None:
+        """End the attempt as failed; the first failure counts."""
+        with self._lock:
+            if self._phase in (Phase.COMPLETED, Phase.FAILED):
+                return
+            self._move(Phase.FAILED)
+            self._failure = failure
+            self._recorder.failures[failure.kind] += 1
+            self._event("failed", failure.message, "error", failure.model_dump(exclude_none=True))
+            joining, self._joining = self._joining, {}
+            others = [control for worker, control in self._controls.items() if worker != failure.worker]
+        refusal = Refusal("job_failed", failure.message)
+        for connection, call in joining.values():
+            connection.refuse(call, refusal)
+        for control in others:
+            # A worker in the middle of a round waits for an answer that will not come.
+            control.finish()
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        self._stopped.set()
+        self._server.close()
+        for shard in self._shards:
+            shard.close()
+        if self._ticker is not threading.current_thread():
+            self._ticker.join(SHARD_TIMEOUT_S)
+
+    # --- workers ---
+
+    def _accept(self, identity: Identity) -> Status:
+        known = identity.role is Role.WORKER and identity.worker in self._recorder.workers
+        return Status.OK if known and identity.incarnation == self._config.incarnation else Status.STALE
+
+    def greeted(self, connection: Connection) -> None:
+        """A worker's first message on a connection."""
+        with self._lock:
+            self._controls[connection.identity.worker] = connection
+
+    def disconnected(self, connection: Connection, error: Exception | None) -> None:
+        """A worker's control connection ended."""
+        if not self._stopped.is_set():
+            self.lost(connection.identity.worker, f"its connection ended ({error})")
+
+    def join(self, connection: Connection, call: int, message: Join) -> None:
+        """A worker has its model; the last one to join makes all of them begin."""
+        worker = connection.identity.worker
+        with self._lock:
+            self._check_phase(Phase.JOINING)
+            self._check_layout(worker, message)
+            record = self._recorder.workers[worker]
+            record.state, record.node, record.device = "joining", message.node, message.device
+            self._joining[worker] = (connection, call)
+            self._first_join_at = self._first_join_at or time.monotonic()
+            self._event(
+                "worker_joined",
+                f"worker {worker} joined from {message.node} ({message.device})",
+                data={"worker": worker},
+            )
+            if len(self._joining) < len(self._config.workers):
+                return
+        self._assign()
+        with self._lock:
+            publisher = min(self._joining)
+            connection, call = self._joining.pop(publisher)
+            connection.reply(call, self._joined(publish=True))
+
+    def ready(self, connection: Connection, call: int) -> None:
+        """The first state is published: everyone begins."""
+        with self._lock:
+            self._check_phase(Phase.JOINING)
+            self._move(Phase.TRAINING)
+            rounds = self._rounds_now()
+            for worker in self._config.workers:
+                rounds.join(worker, self._config.incarnation)
+                self._recorder.workers[worker].state = "active"
+            rounds.start()
+            self._progress.start(time.monotonic())
+            self._event("training_started", self._introduction(), data=self._decision_in_force())
+            connection.reply(call, Done())
+            joining, self._joining = self._joining, {}
+            for other, number in joining.values():
+                other.reply(number, self._joined(publish=False))
+
+    def lease(self, connection: Connection, call: int, message: Lease) -> None:
+        """A worker wants samples."""
+        worker = connection.identity.worker
+        with self._lock:
+            self._check_phase(Phase.TRAINING)
+            dataset = Dataset(
+                message.dataset_size, message.batch_size, message.shuffle, message.epochs, message.drop_last
+            )
+            try:
+                self._ledger.declare(dataset, worker)
+            except DatasetMismatch as error:
+                self.fail(Failure(kind="dataset_mismatch", message=str(error), worker=worker))
+                raise Refusal("dataset_mismatch", str(error)) from None
+            self._progress.dataset_size, self._progress.epochs = dataset.size, dataset.epochs
+            if self._progress.stop_reason:
+                connection.reply(call, Exhausted(self._progress.stop_reason))
+                return
+            grant = self._ledger.lease(worker, len(self._rounds_now().training()))
+            if grant is None:
+                connection.reply(call, Exhausted("all epochs are handed out"))
+                return
+            connection.reply(
+                call, Leased(grant.lease, grant.epoch, grant.start, grant.stop, self._config.spec.seed)
+            )
+
+    def evaluating(self, connection: Connection, call: int) -> None:
+        """A worker evaluates; the rounds go on without it."""
+        worker = connection.identity.worker
+        with self._lock:
+            self._check_phase(Phase.TRAINING)
+            self._recorder.workers[worker].state = "evaluating"
+            self._carry_out(self._rounds_now().evaluating(worker, time.monotonic()))
+        connection.reply(call, Done())
+
+    def finish(self, connection: Connection, call: int) -> None:
+        """A worker takes no more steps."""
+        worker = connection.identity.worker
+        with self._lock:
+            self._check_phase(Phase.TRAINING)
+            self._recorder.workers[worker].state = "finished"
+            returned = self._ledger.release(worker)
+            self._carry_out(self._rounds_now().finish(worker, time.monotonic()))
+            self._event(
+                "worker_finished",
+                f"worker {worker} finished",
+                data={"worker": worker, "returned_samples": returned},
+            )
+            connection.reply(call, Finished(last=self._must_publish(worker)))
+
+    def published(self, connection: Connection, call: int) -> None:
+        """The last worker has published the rest: the shards hold the whole model."""
+        with self._lock:
+            self._check_phase(Phase.TRAINING)
+            self._move(Phase.COMPLETED)
+            if unused := self._ledger.unused():
+                why = self._progress.stop_reason or "the workers ended before the data did"
+                self._event(
+                    "data_left", f"{unused} samples were not trained on: {why}", data={"samples": unused}
+                )
+            progress = self._progress
+            self._event(
+                "training_completed",
+                f"training completed: {progress.samples} samples in {progress.rounds} rounds",
+                data={
+                    "samples": progress.samples,
+                    "rounds": progress.rounds,
+                    "dropped_samples": progress.dropped_samples,
+                },
+            )
+        connection.reply(call, Done())
+
+    def failed(self, connection: Connection, message: Failed) -> None:
+        """A worker reports that it failed."""
+        worker = connection.identity.worker
+        with self._lock:
+            self._recorder.workers[worker].state = "failed"
+            where = f"worker {worker}" + ("" if message.step is None else f", step {message.step}")
+            self.fail(
+                Failure(
+                    kind=message.kind,
+                    message=f"{where}: {message.message}",
+                    remedy=message.remedy,
+                    worker=worker,
+                    step=message.step,
+                    traceback=message.traceback or None,
+                )
+            )
+
+    def report(self, worker: int, message: Report) -> None:
+        """A worker reports metrics."""
+        known = {name: value for name, value in message.metrics.items() if math.isfinite(value)}
+        with self._lock:
+            self._progress.report(known, time.monotonic())
+            values = ", ".join(f"{name} {value:.6g}" for name, value in message.metrics.items())
+            data = {
+                "worker": worker,
+                "metrics": dict(message.metrics),
+                "round": self._progress.rounds,
+                "samples": self._progress.samples,
+            }
+            self._event("metrics", f"round {self._progress.rounds}: {values}", data=data)
+
+    def telemetry(self, worker: int, message: Telemetry) -> None:
+        """A worker tells its figures."""
+        with self._lock:
+            self._recorder.workers[worker].telemetry = message
+
+    def log(self, worker: int, message: Log) -> None:
+        """A worker printed something."""
+        with self._lock:
+            self._recorder.log(worker, message)
+
+    def notice(self, worker: int, message: Notice) -> None:
+        """A worker makes an event."""
+        with self._lock:
+            self._event(
+                message.kind, message.message, severity(message.severity), {**message.data, "worker": worker}
+            )
+
+    # --- shards ---
+
+    def received(self, message: Received) -> None:
+        """A shard has a worker's request."""
+        with self._lock:
+            if self._phase is not Phase.TRAINING:
+                return
+            record = self._recorder.workers[message.key.worker]
+            if message.steps:
+                record.local_steps = message.steps
+            if record.state == "evaluating":
+                record.state = "active"
+            self._carry_out(self._rounds_now().received(message, time.monotonic()))
+
+    def shard_lost(self, number: int, error: Exception | None) -> None:
+        """The connection to a shard ended."""
+        if self._stopped.is_set():
+            return
+        self.fail(
+            Failure(
+                kind="shard_lost",
+                message=f"parameter server {number} was lost: {error}",
+                remedy="look at its node (memory, preemption), then submit the job again",
+            )
+        )
+
+    # --- inside, with the lock held ---
+
+    def _carry_out(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            match output:
+                case Decision():
+                    for shard in self._shards:
+                        shard.send(output)
+                case Used(merged=merged, dropped=dropped):
+                    self._ledger.commit(merged)
+                    self._ledger.drop(dropped)
+                case Dropped(reason=reason):
+                    self._recorder.dropped[reason] += 1
+                case Stale(versions=versions):
+                    self._recorder.staleness.observe(versions)
+                case Happened(kind=kind, message=message, severity=level, data=data):
+                    self._event(kind, message, severity(level), dict(data))
+                case JobFails(kind=kind, message=message, remedy=remedy, worker=worker):
+                    step = None if worker is None else self._step(worker)
+                    self.fail(Failure(kind=kind, message=message, remedy=remedy, worker=worker, step=step))
+
+    def _assign(self) -> None:
+        """Tell every shard what it holds, and wait until it has it."""
+        assert self._layout is not None
+        spec = self._config.spec
+        outer = spec.sync.outer.model_dump()
+        calls = [
+            shard.call(Assign(self._layout, number, len(self._shards), spec.sync.mode, outer))
+            for number, shard in enumerate(self._shards)
+        ]
+        for call in calls:
+            call.result(SHARD_TIMEOUT_S)
+        with self._lock:
+            self._rounds = Rounds(self._rules(self._layout), self._progress)
+
+    def _rules(self, layout: Layout) -> RoundRules:
+        sync = self._config.spec.sync
+        round_bytes = sum(vector.length * vector.itemsize for vector in layout.named(layout.travelling()))
+        return RoundRules(
+            mode=sync.mode,
+            local_steps=sync.interval,
+            staleness=sync.bound,
+            epoch=self._config.epoch,
+            shards=len(self._shards),
+            round_timeout_s=self._config.round_timeout_s,
+            history_rounds=max(1, min(MOST_HISTORY_ROUNDS, HISTORY_BYTES // max(round_bytes, 1))),
+        )
+
+    def _joined(self, *, publish: bool) -> Joined:
+        spec = self._config.spec
+        return Joined(
+            publish=publish,
+            mode=spec.sync.mode,
+            local_steps=spec.sync.interval,
+            epochs=spec.data.epochs,
+            workers=len(self._config.workers),
+            shards=self._addresses,
+            codec=AUTO if spec.sync.codec == "auto" else spec.sync.codec,
+            round_timeout_s=self._config.round_timeout_s,
+        )
+
+    def _check_layout(self, worker: int, message: Join) -> None:
+        if self._layout is None:
+            self._layout = message.layout
+        elif self._layout != message.layout:
+            text = (
+                f"worker {worker}'s model differs from the others': {self._layout.difference(message.layout)}; "
+                "every worker must build the same model"
+            )
+            self.fail(Failure(kind="model_mismatch", message=text, worker=worker))
+            raise Refusal("model_mismatch", text)
+
+    def _check_phase(self, phase: Phase) -> None:
+        if self._phase is Phase.FAILED and self._failure is not None:
+            raise Refusal("job_failed", self._failure.message)
+        if self._phase is not phase:
+            raise Refusal("wrong_phase", f"the job is {self._phase.value}, not {phase.value}")
+
+    def _move(self, to: Phase) -> None:
+        if (self._phase, to) not in LEGAL_PHASES:
+            raise ValueError(f"an attempt cannot go from {self._phase} to {to}")
+        self._phase = to
+
+    def _must_publish(self, worker: int) -> bool:
+        """Whether ``worker`` is the one that completes the model: no other still trains, and none did it."""
+        rounds = self._rounds
+        return rounds is not None and not rounds.training() and rounds.last_finished == worker
+
+    def _rounds_now(self) -> Rounds:
+        if self._rounds is None:
+            raise Refusal("not_started", "the job's workers have not all joined yet")
+        return self._rounds
+
+    def _step(self, worker: int) -> int | None:
+        told = self._recorder.workers[worker].telemetry
+        return told.steps if told is not None else None
+
+    def _introduction(self) -> str:
+        sync = self._config.spec.sync
+        every = "at every step" if sync.interval == 1 else f"every {sync.interval} steps"
+        return f"{len(self._config.workers)} workers and {len(self._shards)} parameter servers train in {sync.mode} mode, {every}"
+
+    def _decision_in_force(self) -> dict[str, object]:
+        sync = self._config.spec.sync
+        decision: dict[str, object] = {
+            "mode": sync.mode,
+            "local_steps": sync.interval,
+            "codec": self._joined(publish=False).codec,
+        }
+        return {**decision, "staleness": sync.bound} if sync.mode == "ssp" else decision
+
+    def _public_progress(self) -> Progress:
+        now = time.monotonic()
+        progress = self._progress
+        loss = progress.loss
+        return Progress(
+            samples=progress.samples,
+            total_samples=progress.total_samples,
+            epoch=self._ledger.epoch,
+            rounds=progress.rounds,
+            steps=progress.steps,
+            loss=loss if loss is not None and math.isfinite(loss) else None,
+            metrics=dict(progress.metrics),
+            wire_bytes=self._recorder.wire_bytes(),
+            seconds=progress.seconds(now),
+            samples_per_second=progress.rate(now),
+            workers=[record.status() for _, record in sorted(self._recorder.workers.items())],
+            decision=finite(self._decision_in_force()),
+        )
+
+    def _event(
+        self, kind: str, message: str, level: str = "info", data: dict[str, object] | None = None
+    ) -> None:
+        logger.info("%s: %s", kind, message)
+        self._recorder.event(time.time(), kind, message, severity(level), data)
+
+    # --- time ---
+
+    def _tick_loop(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            with self._lock:
+                self._tick(time.monotonic())
+
+    def _tick(self, now: float) -> None:
+        if self._phase is Phase.TRAINING and self._rounds is not None:
+            self._progress.check_stop(now)
+            self._carry_out(self._rounds.tick(now))
+        if self._phase is Phase.JOINING and self._first_join_at is not None:
+            self._check_join_deadline(now - self._first_join_at)
+
+    def _check_join_deadline(self, waited_s: float) -> None:
+        missing = [worker for worker, record in self._recorder.workers.items() if record.state == "starting"]
+        if waited_s <= self._config.join_timeout_s or not missing:
+            return
+        names = ", ".join(f"worker {worker}" for worker in missing)
+        self.fail(
+            Failure(
+                kind="timeout",
+                message=f"{names} had not joined {waited_s:.0f} s after the first worker did",
+                remedy="call cadenza.join on every worker, or raise CADENZA_JOIN_TIMEOUT_S if getting ready takes so long",
+                worker=missing[0],
+            )
+        )
+
+
+class _WorkerControl:
+    """A worker's control connection."""
+
+    def __init__(self, coordinator: CoordinatorServer) -> None:
+        self._coordinator = coordinator
+        self._greeted = False
+
+    def body(self, message: Message, length: int) -> list[memoryview]:
+        raise ProtocolError(f"an unexpected {type(message).__name__} with {length} bytes")
+
+    def handle(self, connection: Connection, call: int, message: Message) -> None:
+        if not self._greeted:
+            self._coordinator.greeted(connection)
+            self._greeted = True
+        coordinator, worker = self._coordinator, connection.identity.worker
+        match message:
+            case Join():
+                coordinator.join(connection, call, message)
+            case Ready():
+                coordinator.ready(connection, call)
+            case Lease():
+                coordinator.lease(connection, call, message)
+            case Evaluating():
+                coordinator.evaluating(connection, call)
+            case Finish():
+                coordinator.finish(connection, call)
+            case Published():
+                coordinator.published(connection, call)
+            case Failed():
+                coordinator.failed(connection, message)
+            case Report():
+                coordinator.report(worker, message)
+            case Telemetry():
+                coordinator.telemetry(worker, message)
+            case Log():
+                coordinator.log(worker, message)
+            case Notice():
+                coordinator.notice(worker, message)
+            case _:
+                raise ProtocolError(f"a worker sent the coordinator {type(message).__name__}")
+
+    def closed(self, connection: Connection, error: Exception | None) -> None:
+        self._coordinator.disconnected(connection, error)
+
+
+class _ShardLog(NoRequests):
+    """The coordinator's connection to one shard."""
+
+    def __init__(self, coordinator: CoordinatorServer, number: int) -> None:
+        self._coordinator = coordinator
+        self._number = number
+
+    def handle(self, connection: Connection, call: int, message: Message) -> None:
+        if not isinstance(message, Received):
+            raise ProtocolError(f"a shard sent the coordinator {type(message).__name__}")
+        self._coordinator.received(message)
+
+    def closed(self, connection: Connection, error: Exception | None) -> None:
+        self._coordinator.shard_lost(self._number, error)
