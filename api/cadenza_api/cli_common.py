@@ -103,7 +103,7 @@ def print_result(
     result: BaseModel | Sequence[BaseModel] | dict[str, Any], lines: Sequence[str], *, as_json: bool
 ) -> None:
     """Print ``result`` as one JSON document, or the ``lines`` that tell it to a person."""
-    print(json.dumps(plain(result)) if as_json else "\n".join(lines))
+    print(json.dumps(plain(result)) if as_json else "\n".join(lines), flush=True)
 
 
 def plain(result: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> Any:

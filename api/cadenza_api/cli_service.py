@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cadenza_api.cli_common import ENDS, Connection, JsonOption, connection_of, note, print_result
 from cadenza_api.client import DEFAULT_URL, Client
 from cadenza_api.demo import next_steps, run_demo, summary_lines
+from cadenza_api.problems_seen import ApiError, Unreachable
 from cadenza_api.progress import display
 from cadenza_api.user_errors import UserError, bullet_list
 
@@ -50,12 +51,11 @@ def up(
     settings = _settings(connection, host=host, port=port, home=home)
     note(f"starting the service in {settings.home}")
     with running(settings) as service, replace(connection, url=service.url).client() as client:
-        print_result({"url": client.url}, _welcome(client), as_json=as_json)
-        sys.stdout.flush()
         try:
+            print_result({"url": client.url}, _welcome(client), as_json=as_json)
             service.wait()
         except KeyboardInterrupt:
-            note(f"stopping; {_unfinished(client)} at the next `cadenza up`")
+            note(f"stopping; {_farewell(client)} at the next `cadenza up`")
 
 
 def demo(context: typer.Context, keep: KeepOption = False, as_json: JsonOption = False) -> None:
@@ -78,7 +78,6 @@ def demo(context: typer.Context, keep: KeepOption = False, as_json: JsonOption =
         kept = service is None or keep
         lines = [*summary_lines(result), *next_steps(client.url, still_running=kept)]
         print_result(result, lines, as_json=as_json)
-        sys.stdout.flush()
         if service is not None and keep:
             note(f"the service goes on at {client.url}, until Ctrl-C")
             with suppress(KeyboardInterrupt):
@@ -118,6 +117,13 @@ def _welcome(client: Client) -> list[str]:
         "  cadenza jobs",
         f"{client.url}/docs describes the REST API. Ctrl-C stops the service; unfinished jobs go on at the next `cadenza up`.",
     ]
+
+
+def _farewell(client: Client) -> str:
+    try:
+        return _unfinished(client)
+    except (ApiError, Unreachable):  # A service that no longer answers is stopped all the same.
+        return "unfinished jobs go on"
 
 
 def _unfinished(client: Client) -> str:

@@ -60,16 +60,17 @@ class Service:
 
 
 @contextmanager
-def running(settings: Settings, command: Sequence[str] = COMMAND) -> Iterator[Service]:
+def running(settings: Settings, command: Sequence[str] | None = None) -> Iterator[Service]:
     """Start the service and wait until it is ready; stop it at the end and wait until it is gone.
 
     Raises ServiceFailed if the port is taken, another service uses the same home, or it does not get ready.
+    ``command`` is run instead of the service, for tests.
     """
     settings.home.mkdir(parents=True, exist_ok=True)
     log = settings.home / "service.log"
     with _alone(settings.home) as lock, _termination_as_interrupt():
         _check_port(settings.host, settings.port)
-        with _child(settings, command, log, lock) as process:
+        with _child(settings, command or COMMAND, log, lock) as process:
             try:
                 service = Service(_ready_url(process, log), log, process)
                 print(service.url, file=lock, flush=True)

@@ -48,7 +48,8 @@ def _field_problem(details: ErrorDetails, model: type[BaseModel]) -> FieldProble
         case kind:
             context = details.get("ctx", {})
             reason = REASONS[kind].format_map(context) if kind in REASONS else _lower(details["msg"])
-            value = None if kind == "missing" else details["input"]
+            # A variable of the environment may hold a secret, even where it has the wrong type.
+            value = None if kind == "missing" or place[:1] == ("env",) else details["input"]
             remedy = REMEDIES.get(context.get("pattern", ""), "")
             return FieldProblem(_dotted(place, model), reason, value, remedy)
 
