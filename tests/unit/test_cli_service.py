@@ -112,7 +112,7 @@ def test_one_home_has_one_service(settings: Settings) -> None:
     ):
         pass
     with running(settings, command(RECORDING)):
-        pass
+        assert (settings.home / "up.lock").read_text() == "http://127.0.0.1:1\n"
 
 
 def test_a_killed_parent_takes_its_child_along(settings: Settings) -> None:
