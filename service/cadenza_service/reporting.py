@@ -48,8 +48,8 @@ class Polls:
         self._next_at_s = now_s
 
     def heard_since(self, moment_s: float) -> bool:
-        """Whether the latest answer is to a poll that began after ``moment_s``."""
-        return self._asked_at_s > moment_s
+        """Whether the latest answer is to a poll that began at ``moment_s`` or later."""
+        return self._asked_at_s >= moment_s
 
 
 class Reports:
@@ -91,7 +91,7 @@ class Reports:
         return (
             _phase(report) != _phase(self._latest)
             or report.outcome != self._latest.outcome
-            or more_after(report.snapshot)
+            or (report.snapshot is not self._latest.snapshot and more_after(report.snapshot))
         )
 
 

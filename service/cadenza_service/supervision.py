@@ -222,7 +222,7 @@ class Supervision:
         if self.stage is not Stage.OPENING:
             return []
         self._move(Stage.TRAINING)
-        self._polls.answered(now_s)
+        self._polls.heard_at_s = now_s
         return [RunWorker(worker) for worker in range(self._workers)]
 
     def _worker_ended(self, worker: int, ran: bool, now_s: float) -> list[Instruction]:
