@@ -16,8 +16,8 @@ import httpx
 import typer
 
 from cadenza_api import cli_jobs, cli_service, cli_submit
+from cadenza_api.address import DEFAULT_URL
 from cadenza_api.cli_common import Connection, connection_of
-from cadenza_api.client import DEFAULT_URL
 from cadenza_api.user_errors import UserError
 
 EPILOG = """\b

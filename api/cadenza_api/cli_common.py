@@ -13,7 +13,8 @@ import httpx
 import typer
 from pydantic import BaseModel
 
-from cadenza_api.client import DEFAULT_URL, Client
+from cadenza_api.address import DEFAULT_URL
+from cadenza_api.client import Client
 from cadenza_api.client_types import JobView
 from cadenza_api.problems_seen import ApiError
 from cadenza_api.progress import display

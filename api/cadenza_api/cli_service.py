@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from cadenza_api.address import DEFAULT_URL
 from cadenza_api.cli_common import ENDS, Connection, JsonOption, connection_of, note, print_result
-from cadenza_api.client import DEFAULT_URL, Client
+from cadenza_api.client import Client
 from cadenza_api.demo import next_steps, run_demo, summary_lines
 from cadenza_api.problems_seen import ApiError, Unreachable
 from cadenza_api.progress import display

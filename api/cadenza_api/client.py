@@ -12,7 +12,6 @@ does not answer; both print as plain sentences. Every request has a deadline.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import tempfile
 import time
@@ -27,6 +26,7 @@ import httpx
 from pydantic import ValidationError
 
 from cadenza.spec import JobSpec
+from cadenza_api.address import DEFAULT_URL, checked, is_loopback
 from cadenza_api.client_types import Answer, CheckpointView, EventView, JobView, LogView
 from cadenza_api.event_stream import Message, messages
 from cadenza_api.packaging import Package, describe, packed
@@ -34,7 +34,6 @@ from cadenza_api.patience import Patience
 from cadenza_api.problems_seen import ApiError, Unreachable, raise_for_problem
 from cadenza_api.user_errors import UserError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
 STREAM_SILENCE_S = 60.0
 """An event stream without even a heartbeat for so long is dead; several heartbeats fit in."""
@@ -65,7 +64,7 @@ class Client:
         self.reconnect_s = reconnect_s
         self.sleep = sleep
         self._http = httpx.Client(
-            base_url=_checked(self.url),
+            base_url=checked(self.url),
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             transport=transport,
@@ -239,27 +238,6 @@ class Client:
             raise Unreachable(
                 self.url, f"its answer does not fit this client: {error.errors()[0]}"
             ) from error
-
-
-def is_loopback(url: str) -> bool:
-    """Whether ``url`` names this machine itself."""
-    host = httpx.URL(url).host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _checked(url: str) -> str:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UserError(f"{url!r} is not an address: {error}; give one such as {DEFAULT_URL}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"{url!r} is not an address; give one such as {DEFAULT_URL}")
-    return url
 
 
 def _check_stream(response: httpx.Response) -> None:
