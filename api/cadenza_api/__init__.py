@@ -1,0 +1,1 @@
+"""The control plane: REST API, Python client, command line."""
