@@ -25,6 +25,8 @@ _WHY_LIMIT = 500
 _IDENTITY = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Lines in which Ray says which actor it speaks of, which our own texts do better."""
 
+_DIED = "The actor died unexpectedly before finishing this task. The actor is dead because"
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -93,4 +95,6 @@ def why(error: Exception) -> str:
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith(_IDENTITY))[:_WHY_LIMIT]
+    text = " ".join(line for line in lines if line and not line.startswith(_IDENTITY))
+    text = text.removeprefix(_DIED).strip().partition(" Some common causes include")[0]
+    return text[:_WHY_LIMIT]

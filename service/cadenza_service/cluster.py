@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
+from ray._private import state
 
 from cadenza_service.admission import Node, Resources
 from cadenza_service.instructions import SUPERVISOR
@@ -22,7 +22,7 @@ _PREFIX = "cadenza:"
 
 def nodes() -> list[Node]:
     """The living nodes."""
-    available = available_resources_per_node()
+    available = state.available_resources_per_node()
     return [
         Node(_resources(node["Resources"]), _resources(available.get(node["NodeID"], {})))
         for node in ray.nodes()
@@ -51,6 +51,11 @@ def find(job_id: str, part: str) -> Any | None:
         return ray.get_actor(actor_name(job_id, part), namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def restarts() -> int:
+    """How often Ray has restarted the actor that asks."""
+    return int(state.actors(actor_id=ray.get_runtime_context().get_actor_id())["NumRestarts"])
 
 
 def remove(job_id: str, parts: set[str]) -> None:

@@ -13,6 +13,7 @@ import time
 import ray
 from ray.exceptions import RayError
 
+from cadenza_service import cluster
 from cadenza_service.actors import Attempt
 from cadenza_service.calls import Calls, why
 from cadenza_service.cluster import CONTROLLER, NAMESPACE
@@ -56,7 +57,6 @@ class Supervisor:
         )
         self._calls = Calls()
         self._crew = Crew(attempt, self._calls)
-        self._restarted = ray.get_runtime_context().was_current_actor_reconstructed
         threading.Thread(target=self._run, name="supervisor", daemon=True).start()
 
     def ready(self) -> None:
@@ -82,7 +82,7 @@ class Supervisor:
             self._carry_out(self._core.tick(time.monotonic()))
 
     def _first(self) -> list[Instruction]:
-        if not self._restarted:
+        if not cluster.restarts():
             return self._core.begin(time.monotonic())
         found = self._crew.find()
         logger.info("the supervisor of %s is back and finds %s", self._attempt.job_id, found)

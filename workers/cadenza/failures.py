@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from types import TracebackType
 
@@ -25,29 +26,37 @@ _CALLERS = {
 """Modules whose frames stand above the user's in a traceback."""
 
 
-def failure_of(error: BaseException, step: int | None) -> Failed:
+def failure_of(error: BaseException, step: int | None, folder: str = "") -> Failed:
     """The report of an error that ended the user's function or its import.
 
     Args:
         error: what was raised.
         step: the worker's optimizer steps so far; none before it joined.
+        folder: where the job's code lies on this node; its files are told by their path from there.
     """
     if isinstance(error, EntrypointError):
-        return Failed("entrypoint", str(error), traceback_of(error.__cause__), step, error.remedy)
+        return Failed("entrypoint", str(error), traceback_of(error.__cause__, folder), step, error.remedy)
     text = _line(error)
     if isinstance(error, LinkError):
-        return Failed("link", text, traceback_of(error), step, "see the job's events for who was lost")
+        return Failed(
+            "link", text, traceback_of(error, folder), step, "see the job's events for who was lost"
+        )
     return Failed(
-        "user_error", text, traceback_of(error), step, "the traceback tells where the training code raised it"
+        "user_error",
+        text,
+        traceback_of(error, folder),
+        step,
+        "the traceback tells where the training code raised it",
     )
 
 
-def traceback_of(error: BaseException | None) -> str:
+def traceback_of(error: BaseException | None, folder: str = "") -> str:
     """The traceback as Python prints it, without the frames that called the user's code; empty for none."""
     if error is None:
         return ""
     lines = traceback.format_exception(type(error), error, _user_frames(error.__traceback__))
-    return shortened("".join(lines))
+    text = "".join(lines)
+    return shortened(text.replace(folder + os.sep, "") if folder else text)
 
 
 def shortened(text: str) -> str:

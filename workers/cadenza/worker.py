@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from cadenza import context
 from cadenza.entrypoint import load
@@ -55,7 +54,8 @@ class Worker:
         self._end: str | None = None
 
     def ready(self) -> None:
-        """Answers once the process is up."""
+        """Answers once the process is up, PyTorch loaded."""
+        import torch  # noqa: F401
 
     def end(self) -> str | None:
         """How :meth:`run` ended; none if it was never called. Calls queue up behind it, so this waits for it."""
@@ -122,16 +122,15 @@ class ObservedLink(NetworkLink):
 def _train(job: WorkerJob, control: Control) -> Failed | None:
     """Call the user's function; what went wrong, or none."""
     link = ObservedLink(control)
+    folder = os.getcwd() if job.packaged else ""
     try:
         _prepare(job, control)
         function = load(job.entrypoint)
         with context.activate(link):
             function(dict(job.config))
-    except SystemExit as error:
-        if error.code not in (None, 0):
-            return failure_of(error, link.steps if link.joined else None)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, and all of it is reported
-        return failure_of(error, link.steps if link.joined else None)
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            return failure_of(error, link.steps if link.joined else None, folder)
     finally:
         link.close()
     return _verdict(job.entrypoint, link)
@@ -160,13 +159,15 @@ def _verdict(entrypoint: str, link: ObservedLink) -> Failed | None:
 
 def _report(failure: Failed, control: Control, output: Output) -> None:
     """The traceback goes to the log, and all of the log before the failure itself."""
-    print(failure.traceback or failure.message, file=sys.stderr)
+    print(failure.traceback.rstrip() or failure.message, file=sys.stderr)
     output.flush()
     control.failed(failure)
 
 
 def _prepare(job: WorkerJob, control: Control) -> None:
     """Make the process what the user's function expects: its code first, its own seed, its share of the cores."""
+    import torch  # Here, so that the supervisor, which only names this class, does not load it.
+
     if job.packaged:
         # Ray puts folders of the process that started the cluster before the job's own.
         sys.path.insert(0, os.getcwd())
