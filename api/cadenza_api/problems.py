@@ -73,16 +73,14 @@ class Problem(HTTPException):
 def _error(problem: FieldProblem) -> dict[str, Any]:
     members = {
         "field": problem.field,
-        "value": _shown(problem.field, problem.value),
+        "value": _shown(problem.value),
         "reason": problem.reason,
         "remedy": problem.remedy,
     }
     return {name: value for name, value in members.items() if value not in (None, "")}
 
 
-def _shown(field: str, value: Any) -> Any:
-    if field.split(".")[0] == "env":  # A variable may hold a secret, even where it has the wrong type.
-        return None
+def _shown(value: Any) -> Any:
     text = value if isinstance(value, str) else repr(value)
     return value if len(text) <= VALUE_LENGTH else text[:VALUE_LENGTH] + "…"
 

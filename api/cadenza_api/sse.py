@@ -73,7 +73,7 @@ def resume_after(request: Request, after: int) -> int:
     given = request.headers.get("last-event-id")
     if not given:
         return after
-    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
+    if not (given.isdecimal() and len(given) <= 18):
         raise invalid_request(
             [FieldProblem("Last-Event-ID", "is not the id of a message", given, "send the last id received")]
         )

@@ -255,6 +255,22 @@ class TestFollowers:
 
         asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
+    def test_rows_that_are_gone_hold_nobody_up(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def scenario() -> None:
+            followers, job_id = Followers(store, tick_s=0.01), new_job(store)
+            epoch = store.begin_attempt(job_id)
+            print_lines(store, job_id, epoch, 1, 2)
+            monkeypatch.setattr(store, "logs", lambda *_: [])
+            before, after = (asyncio.ensure_future(collect(followers, job_id, "logs", n)) for n in (0, 2))
+            while job_id not in followers._jobs or followers._jobs[job_id].followers < 2:
+                await asyncio.sleep(0)
+            print_lines(store, job_id, epoch, 3, 4)
+            end(store, job_id)
+            assert await before == await after == [JobState.FAILED]
+            await followers.close()
+
+        asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+
     def test_events_and_logs_of_one_job_at_once(self, store: Store) -> None:
         async def scenario() -> None:
             followers, job_id = Followers(store, tick_s=0.01), new_job(store)

@@ -4,7 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.types import Message
 
+from cadenza_api.guard import bounded
+from cadenza_api.problems import Problem
 from tests.api_support import SPEC, URL, Api, problem, running_api
 
 TOKEN = "s3cret-ü"
@@ -34,7 +37,7 @@ def test_nothing_is_seen_without_the_token(guarded: Api, path: str) -> None:
         bearer("wrong"),
         bearer(""),
         {b"Authorization": TOKEN.encode()},
-        {b"Authorization": b"Basic x"},
+        {b"Authorization": b"Basic " + TOKEN.encode()},
     ):
         answer = guarded.client.get(path, headers=headers)
         problem(answer, 401, "unauthorized")
@@ -44,6 +47,10 @@ def test_nothing_is_seen_without_the_token(guarded: Api, path: str) -> None:
 
 def test_the_token_opens(guarded: Api) -> None:
     assert guarded.client.get("/v1/jobs", headers=bearer(TOKEN)).status_code == 200
+    assert (
+        guarded.client.get("/v1/jobs", headers={b"Authorization": b"bearer " + TOKEN.encode()}).status_code
+        == 200
+    )
     # With a token any name will do: the service may stand behind a proxy.
     assert guarded.client.get("http://cadenza.example/v1/jobs", headers=bearer(TOKEN)).status_code == 200
 
@@ -76,3 +83,12 @@ def test_another_origin_s_page_is_refused(local: Api, origin: str) -> None:
 
 def test_the_service_s_own_page_is_served(local: Api) -> None:
     assert local.client.post("/v1/jobs", json=SPEC, headers={"Origin": URL}).status_code == 201
+
+
+def test_a_body_announced_as_too_large_is_not_read() -> None:
+    async def receive() -> Message:
+        raise AssertionError("it was read")
+
+    scope = {"type": "http", "headers": [(b"content-length", b"11")]}
+    with pytest.raises(Problem, match="10 bytes"):
+        bounded(scope, receive, 10)
