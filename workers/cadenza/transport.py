@@ -32,6 +32,12 @@ Buffer = memoryview
 HANDSHAKE_TIMEOUT_S = 10.0
 """Six small packets; a peer that needs longer is not one of ours or its link is of no use for training."""
 
+ACCEPT_RETRY_S = 0.1
+"""After a failure to accept, such as for want of file descriptors; they come back as other connections end."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""For threads whose socket is shut down: they end as soon as they run."""
+
 _SENDMSG_PIECES = 512
 """Below the kernel's limit (IOV_MAX, 1,024) of pieces in one sendmsg."""
 
@@ -143,6 +149,10 @@ class _Outgoing:
         checksum = wire.Checksum().add(data)
         for body in bodies:
             checksum.add(body)
+        if len(data) > wire.MAX_MESSAGE_BYTES:
+            raise ValueError(
+                f"a {type(message).__name__} of {len(data)} bytes; at most {wire.MAX_MESSAGE_BYTES} can be sent"
+            )
         length = sum(body.nbytes for body in bodies)
         header = wire.pack_header(Header(call, reply, len(data), length, checksum.value()))
         self.header_and_message = header + data
@@ -170,13 +180,20 @@ class Connection:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
+        self._error: Exception | None = None
         self._sender_ended = False
+        self._users = 0
+        """Threads that use the socket. Only the last one closes it: its number is soon another socket's."""
         self._threads = [
-            threading.Thread(target=self._send_loop, name=f"send to {peer}", daemon=True),
-            threading.Thread(target=self._receive_loop, name=f"receive from {peer}", daemon=True),
+            threading.Thread(target=self._use, args=(loop,), name=f"{what} {peer}", daemon=True)
+            for loop, what in ((self._send_loop, "send to"), (self._receive_loop, "receive from"))
         ]
 
     def start(self) -> Connection:
+        with self._lock:
+            if self._closed:
+                return self
+            self._users = len(self._threads)
         for thread in self._threads:
             thread.start()
         return self
@@ -187,7 +204,7 @@ class Connection:
 
     def send(self, message: Message, bodies: Sequence[Buffer] = ()) -> None:
         """Queue a one-way message; the buffers must not change until it is sent. Lost if the connection ends."""
-        self._outgoing.put(_Outgoing(message, bodies, 0, False, None))
+        self._queue(_Outgoing(message, bodies, 0, False, None))
 
     def call(
         self,
@@ -197,19 +214,20 @@ class Connection:
     ) -> Pending:
         """Send a request; ``into(reply, length)`` says where a reply's body goes (raise ProtocolError to refuse it)."""
         pending = Pending(self.peer, into)
+        number = next(self._numbers)
+        frame = _Outgoing(message, bodies, number, False, pending)
         with self._lock:
             if self._closed:
-                pending.fail(ConnectionError(f"the connection to {self.peer} is closed"))
+                pending.fail(self._error or ConnectionError(f"the connection to {self.peer} is closed"))
                 return pending
-            number = next(self._numbers)
             self._calls[number] = pending
-        self._outgoing.put(_Outgoing(message, bodies, number, False, pending))
+        self._queue(frame)
         return pending
 
     def reply(self, call: int, message: Message, bodies: Sequence[Buffer] = ()) -> None:
         """Answer the peer's request ``call``; nothing is sent where it wants no answer."""
         if call:
-            self._outgoing.put(_Outgoing(message, bodies, call, True, None))
+            self._queue(_Outgoing(message, bodies, call, True, None))
 
     def refuse(self, call: int, refusal: Refusal) -> None:
         """Answer the peer's request ``call`` with a refusal."""
@@ -227,9 +245,12 @@ class Connection:
             self._release_flushes()
         return marker.done.wait(timeout_s) and not self._closed
 
-    def close(self) -> None:
-        """End the connection and fail the calls in flight. Idempotent; does not wait for the threads."""
-        self._end(None)
+    def close(self, reason: Exception | None = None) -> None:
+        """End the connection and fail the calls in flight, with ``reason`` if given.
+
+        Idempotent; does not wait for the threads.
+        """
+        self._end(reason)
 
     def join(self, timeout_s: float) -> None:
         """Wait for the threads to end, after :meth:`close`."""
@@ -237,15 +258,30 @@ class Connection:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
+    def _queue(self, frame: _Outgoing) -> None:
+        if not self._closed:
+            self._outgoing.put(frame)
+
+    def _use(self, loop: Callable[[], None]) -> None:
+        try:
+            loop()
+        finally:
+            with self._lock:
+                self._users -= 1
+                last = not self._users
+            if last:
+                self._sock.close()
+
     def _end(self, error: Exception | None) -> None:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._error = True, error
             calls, self._calls = self._calls, {}
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+            unused = not self._users
+        _abort(self._sock)
+        if unused:
+            self._sock.close()
         self._outgoing.put(None)
         reason = error or ConnectionError(f"the connection to {self.peer} was closed")
         for pending in calls.values():
@@ -257,8 +293,10 @@ class Connection:
             self._send_queued()
         except OSError as error:
             self._end(ConnectionError(f"sending to {self.peer} failed: {error}"))
-        self._sender_ended = True
-        self._release_flushes()
+        finally:
+            self._end(ConnectionError(f"sending to {self.peer} ended"))
+            self._sender_ended = True
+            self._release_flushes()
 
     def _release_flushes(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -282,23 +320,23 @@ class Connection:
 
     def _receive_loop(self) -> None:
         try:
-            while True:
+            while not self._closed:
                 self._receive_frame()
         except (OSError, ProtocolError, msgspec.MsgspecError) as error:
-            if not self._closed and not isinstance(error, EOFError):
+            if not self._closed:
                 logger.debug("the connection to %s ends: %s", self.peer, error)
             text = str(error) or type(error).__name__
             self._end(error if isinstance(error, ProtocolError) else ConnectionError(f"{self.peer}: {text}"))
         except Exception as error:
             logger.exception("handling a frame from %s failed", self.peer)
-            self._end(error)
+            self._end(ConnectionError(f"handling a frame from {self.peer} failed: {error!r}"))
 
     def _receive_frame(self) -> None:
         header = wire.unpack_header(receive_exactly(self._sock, wire.HEADER_SIZE_BYTES))
         begun_at = time.monotonic()
         data = receive_exactly(self._sock, header.message_length)
         message = decode(data)
-        pending = self._take(header) if header.reply else None
+        pending = self._open_call(header.call) if header.reply else None
         if pending is not None:
             pending.begun_at = begun_at
         bodies = self._destination(header, message, pending)
@@ -309,39 +347,37 @@ class Connection:
         if checksum.value() != header.checksum:
             raise ProtocolError(f"a damaged {type(message).__name__} from {self.peer}: its checksum is wrong")
         self.received_bytes += wire.HEADER_SIZE_BYTES + header.message_length + header.body_length
-        if pending is not None:
-            pending.resolve(message)
-        elif not header.reply:
-            self._handle(header.call, message)
-
-    def _take(self, header: Header) -> Pending:
-        with self._lock:
-            pending = self._calls.pop(header.call, None)
         if pending is None:
-            raise ProtocolError(f"{self.peer} answers call {header.call}, which is not open")
+            self._handle(header.call, message)
+            return
+        with self._lock:
+            self._calls.pop(header.call, None)
+        pending.resolve(message)
+
+    def _open_call(self, call: int) -> Pending:
+        """The call that a reply belongs to. It stays open until all of the reply is there, so that an end fails it."""
+        with self._lock:
+            pending = self._calls.get(call)
+        if pending is None:
+            raise ProtocolError(f"{self.peer} answers call {call}, which is not open")
         return pending
 
     def _destination(self, header: Header, message: Message, pending: Pending | None) -> Sequence[Buffer]:
         if not header.body_length:
             return ()
-        try:
-            if pending is not None:
-                if pending.into is None:
-                    raise ProtocolError(
-                        f"{self.peer} answers with {header.body_length} bytes where none are expected"
-                    )
-                bodies = pending.into(message, header.body_length)
-            else:
-                bodies = self._handler.body(message, header.body_length)
-            expected = sum(body.nbytes for body in bodies)
-            if expected != header.body_length:
-                raise ProtocolError(
-                    f"{self.peer} sends {header.body_length} bytes with {type(message).__name__}; {expected} are expected"
-                )
-        except ProtocolError as error:
-            if pending is not None:
-                pending.fail(error)
-            raise
+        if pending is None:
+            bodies = self._handler.body(message, header.body_length)
+        elif pending.into is not None:
+            bodies = pending.into(message, header.body_length)
+        else:
+            raise ProtocolError(
+                f"{self.peer} answers with {header.body_length} bytes where none are expected"
+            )
+        expected = sum(body.nbytes for body in bodies)
+        if expected != header.body_length:
+            raise ProtocolError(
+                f"{self.peer} sends {header.body_length} bytes with {type(message).__name__}; {expected} are expected"
+            )
         return bodies
 
     def _handle(self, call: int, message: Message) -> None:
@@ -394,12 +430,14 @@ def connect(
         sock = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise ConnectionError(f"{peer} at {host}:{port} cannot be reached: {error}") from error
+    _open_sockets.add(sock)
+    deadline = time.monotonic() + timeout_s
     try:
-        hello = receive_exactly(sock, wire.SERVER_HELLO_SIZE)
+        hello = _receive_by(deadline, sock, wire.SERVER_HELLO_SIZE)
         wire.read_server_hello(hello)
         client = wire.client_hello(key, hello, identity, secrets.token_bytes(wire.NONCE_SIZE_BYTES))
         sock.sendall(client)
-        wire.read_welcome(key, hello, client, receive_exactly(sock, wire.WELCOME_SIZE))
+        wire.read_welcome(key, hello, client, _receive_by(deadline, sock, wire.WELCOME_SIZE))
     except HandshakeError as error:
         sock.close()
         raise HandshakeError(f"{peer} at {host}:{port} refuses: {error}") from None
@@ -427,8 +465,9 @@ class Server:
         self._listener = socket.create_server((host, 0), backlog=128)
         _open_sockets.add(self._listener)
         self._connections: set[Connection] = set()
+        self._greeting: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="accept", daemon=True)
         self._thread.start()
 
@@ -439,43 +478,44 @@ class Server:
         return host, port
 
     def close(self) -> None:
-        """Stop listening and end all connections. Idempotent."""
+        """Stop listening and end all connections, and wait for their threads. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closing.set()
             connections = list(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            greeting = list(self._greeting)
+        for sock in (self._listener, *greeting):
+            _abort(sock)
         for connection in connections:
             connection.close()
+        for connection in connections:
+            connection.join(CLOSE_TIMEOUT_S)
         if self._thread is not threading.current_thread():
-            self._thread.join(HANDSHAKE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+        self._listener.close()
 
     def _accept_loop(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 sock, (host, port, *_) = self._listener.accept()
-            except OSError:
-                return
-            name = f"greet {host}:{port}"
-            threading.Thread(
-                target=self._greet, args=(sock, f"{host}:{port}"), name=name, daemon=True
-            ).start()
+            except OSError as error:
+                if not self._closing.wait(ACCEPT_RETRY_S):
+                    logger.warning("a connection could not be accepted: %s", error)
+                continue
+            _open_sockets.add(sock)
+            peer = f"{host}:{port}"
+            threading.Thread(target=self._greet, args=(sock, peer), name=f"greet {peer}", daemon=True).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
-        sock.settimeout(HANDSHAKE_TIMEOUT_S)
-        # The whole handshake has one deadline, so that a peer that drips bytes does not hold a thread for ever.
-        deadline = threading.Timer(HANDSHAKE_TIMEOUT_S, _abort, [sock])
-        deadline.daemon = True
-        deadline.start()
+        with self._lock:
+            self._greeting.add(sock)
         try:
-            identity = self._handshake(sock)
+            identity = None if self._closing.is_set() else self._handshake(sock)
         except OSError as error:
             logger.debug("%s failed the handshake: %s", peer, error)
-            sock.close()
-            return
+            identity = None
         finally:
-            deadline.cancel()
+            with self._lock:
+                self._greeting.discard(sock)
         if identity is None:
             sock.close()
             return
@@ -483,9 +523,11 @@ class Server:
         self._serve(sock, peer, identity)
 
     def _handshake(self, sock: socket.socket) -> Identity | None:
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
         hello = wire.server_hello(secrets.token_bytes(wire.NONCE_SIZE_BYTES))
         sock.sendall(hello)
-        client = receive_exactly(sock, wire.CLIENT_HELLO_SIZE)
+        client = _receive_by(deadline, sock, wire.CLIENT_HELLO_SIZE)
         status, identity = wire.read_client_hello(self._key, hello, client)
         if identity is not None:
             status = self._accept(identity)
@@ -497,10 +539,9 @@ class Server:
         handler = _Forgetting(self._make_handler(identity), self._forget)
         connection = Connection(sock, name, identity, handler)
         with self._lock:
-            closed = self._closed
             self._connections.add(connection)
         connection.start()
-        if closed:
+        if self._closing.is_set():
             connection.close()
 
     def _forget(self, connection: Connection) -> None:
@@ -539,6 +580,26 @@ def receive_into(sock: socket.socket, view: memoryview) -> None:
         got += count
 
 
+def _receive_by(deadline: float, sock: socket.socket, length: int) -> bytes:
+    """Like :func:`receive_exactly`, but until ``deadline`` (monotonic): dripping bytes gains a peer no time.
+
+    Raises:
+        TimeoutError: the deadline passed.
+        ConnectionError: the peer ended before.
+    """
+    data = bytearray()
+    while len(data) < length:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        sock.settimeout(left_s)
+        piece = sock.recv(length - len(data))
+        if not piece:
+            raise ConnectionError("the peer closed the connection")
+        data += piece
+    return bytes(data)
+
+
 def _send_pieces(sock: socket.socket, pieces: list[memoryview]) -> None:
     pieces = [piece for piece in pieces if piece.nbytes]
     while pieces:
@@ -552,7 +613,6 @@ def _send_pieces(sock: socket.socket, pieces: list[memoryview]) -> None:
 def _ready(sock: socket.socket) -> None:
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _open_sockets.add(sock)
 
 
 def _abort(sock: socket.socket) -> None:
