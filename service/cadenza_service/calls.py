@@ -26,6 +26,7 @@ _IDENTITY = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Lines in which Ray says which actor it speaks of, which our own texts do better."""
 
 _DIED = "The actor died unexpectedly before finishing this task. The actor is dead because"
+_CREATION = "raised in its creation task"
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,13 @@ def why(error: Exception) -> str:
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     lines = [line.strip() for line in str(error).splitlines()]
+    if isinstance(error, RuntimeEnvSetupError) or _CREATION in str(error):
+        return _last_error(lines)[:_WHY_LIMIT]
     text = " ".join(line for line in lines if line and not line.startswith(_IDENTITY))
-    text = text.removeprefix(_DIED).strip().partition(" Some common causes include")[0]
-    return text[:_WHY_LIMIT]
+    return text.removeprefix(_DIED).strip().partition(" Some common causes include")[0][:_WHY_LIMIT]
+
+
+def _last_error(lines: list[str]) -> str:
+    """What a traceback or an installer says at its end."""
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or [line for line in lines if line])[-1]

@@ -18,11 +18,13 @@ from cadenza_service import cluster
 from cadenza_service.actors import Attempt
 from cadenza_service.admission import Demand, demand
 from cadenza_service.cluster import CONTROLLER, NAMESPACE, actor_name
-from cadenza_service.instructions import SUPERVISOR, Failed, Interrupted, Outcome, Report, Succeeded, Unplaced
-from cadenza_service.lifecycle import TERMINAL, JobState
+from cadenza_service.instructions import SUPERVISOR, Report
+from cadenza_service.lifecycle import JobState
+from cadenza_service.outcomes import Verdict, take
 from cadenza_service.reconcile import Action, Cancel, Explain, Recover, Remove, Start, plan
 from cadenza_service.records import Job, Reason
 from cadenza_service.settings import Settings
+from cadenza_service.snapshot import Severity
 from cadenza_service.storage import Storage
 from cadenza_service.store import Store
 from cadenza_service.supervisor import Supervisor
@@ -63,54 +65,10 @@ class Controller:
     def report(self, job_id: str, epoch: int, report: Report) -> bool:
         """Store what a supervisor tells; whether it should stop, because its attempt is not wanted any more."""
         with self._lock:
-            job = self._store.job(job_id)
-            if job.epoch != epoch:
-                return True
-            if report.snapshot is not None:
-                self._store.record(job_id, epoch, report.snapshot)
-            if job.state in TERMINAL:
-                return True
-            if report.snapshot is not None and report.snapshot.phase in ("training", "completed"):
-                self._training(job)
-            if report.outcome is not None:
-                self._ended(job, report.outcome)
-            return report.outcome is not None
-
-    # --- reports ---
-
-    def _training(self, job: Job) -> None:
-        if job.state is not JobState.RUNNING:
-            self._promised.pop(job.id, None)
-            self._store.move(job.id, JobState.RUNNING, message="all workers have joined, training has begun")
-
-    def _ended(self, job: Job, outcome: Outcome) -> None:
-        """The outcome goes to the store first: what happens to the actors follows from it, now or in a later pass."""
-        self._promised.pop(job.id, None)
-        match outcome:
-            case Succeeded(n, size_bytes):
-                message = f"the model is ready: checkpoint {n}, {size_bytes} bytes"
-                self._store.move(job.id, JobState.SUCCEEDED, message=message, data={"checkpoint": n})
-            case Failed(failure):
-                told = failure.model_dump(include={"worker", "step", "traceback"}, exclude_none=True)
-                reason = Reason(
-                    code=failure.kind, message=failure.message, remedy=failure.remedy, details=told
-                )
-                self._move(job.id, JobState.FAILED, reason, severity="error")
-            case Unplaced(missing, waited_s):
-                text = (
-                    f"{', '.join(missing)} had not started after {waited_s:.0f} s; everything was given back"
-                )
-                remedy = (
-                    "it is tried again; a higher CADENZA_START_TIMEOUT_S gives slow installations more time"
-                )
-                self._move(job.id, JobState.QUEUED, Reason(code="not_placed", message=text, remedy=remedy))
-            case Interrupted():
-                text = "its supervisor was lost while the job started; it starts again"
-                self._move(job.id, JobState.RECOVERING, Reason(code="supervisor_lost", message=text))
-        self._remove(job.id, cluster.job_actors().get(job.id, set()))
-
-    def _move(self, job_id: str, state: JobState, reason: Reason, severity: Any = "info") -> None:
-        self._store.move(job_id, state, reason, message=reason.message, severity=severity)
+            verdict = take(self._store, job_id, epoch, report)
+            if verdict is Verdict.OVER:
+                self._remove(job_id, cluster.job_actors().get(job_id, set()))
+            return verdict is not Verdict.GO_ON
 
     # --- the loop ---
 
@@ -172,6 +130,9 @@ class Controller:
                 )
             case Remove(job_id, parts):
                 self._remove(job_id, set(parts))
+
+    def _move(self, job_id: str, state: JobState, reason: Reason, severity: Severity = "info") -> None:
+        self._store.move(job_id, state, reason, message=reason.message, severity=severity)
 
     def _start(self, job: Job, workers: int) -> None:
         shards = job.spec.servers.count

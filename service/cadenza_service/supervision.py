@@ -50,18 +50,23 @@ from cadenza_service.instructions import (
 )
 from cadenza_service.reporting import Polls, Reports, more_after
 from cadenza_service.snapshot import Failure, JobSnapshot
+from cadenza_service.worker_ends import WorkerEnds
 
 SILENCE_S = 30.0
 """A coordinator that has not answered for this long is lost: its calls take milliseconds."""
-
-SETTLE_S = 5.0
-"""How long after a worker's end its last words may travel before it counts as lost."""
 
 LAST_WORDS_S = 60.0
 """How long the user's code may go on after its job is complete, before its process is ended."""
 
 DRAIN_S = 15.0
 """How long a failed job's last events and log lines are waited for."""
+
+START_REMEDIES = {
+    "worker_lost": "look at its node (memory, preemption), then submit the job again",
+    "runtime_env": "check runtime_env.pip: each line must install with pip on the workers' nodes",
+    "package": "upload the job's code again: cadenza submit does it",
+}
+"""By the kind of failure of a worker that did not start."""
 
 
 class Stage(StrEnum):
@@ -112,10 +117,7 @@ class Supervision:
         self._polls = Polls(now_s)
         self._reports = Reports(now_s)
         self._snapshot: JobSnapshot | None = None
-        self._ended_at_s: dict[int, float] = {}
-        """By worker, when its run ended or its process was lost."""
-        self._lost: dict[int, str] = {}
-        """By worker, what the coordinator is told of its end."""
+        self._ends = WorkerEnds(workers)
         self._failure: Failure | None = None
         """What the coordinator is told to end the job for."""
         self._closed_at_s = 0.0
@@ -156,7 +158,7 @@ class Supervision:
             self._check_start(now_s)
         elif self.stage not in _OVER:
             self._check_silence(now_s)
-            self._check_workers(now_s)
+            self._ends.give_up(self._snapshot, now_s)
             self._check_closed(now_s)
         return [*self._poll(now_s), *self._report(now_s)]
 
@@ -173,11 +175,8 @@ class Supervision:
             case CoordinatorOpened():
                 return self._opened(now_s)
             case OpeningFailed(why):
-                self._fail(
-                    Failure(
-                        kind="shard_lost", message=f"the coordinator could not connect to the shards: {why}"
-                    )
-                )
+                message = f"the coordinator could not connect to the shards: {why}"
+                self._fail(Failure(kind="shard_lost", message=message, remedy="submit the job again"))
             case ActorLost():
                 self._lose(event, now_s)
             case WorkerEnded(worker, ran):
@@ -187,26 +186,15 @@ class Supervision:
             case SnapshotMissed():
                 self._polls.missed(now_s)
             case ReportAnswered(stop):
-                sent = self._reports.answered(now_s)
-                if sent is not None and more_after(sent.snapshot):
-                    self._polls.soon(now_s)
-                if self.stage is not Stage.ENDED and (
-                    stop or (sent is not None and sent.outcome is not None)
-                ):
-                    self._move(Stage.ENDED)
+                self._answered(stop, now_s)
             case ReportMissed():
                 self._reports.missed(now_s)
             case ModelSaved(n, size_bytes):
                 self._result = Succeeded(n, size_bytes)
             case SavingFailed(why):
                 message = f"training is complete, but its model could not be saved: {why}"
-                self._fail(
-                    Failure(
-                        kind="model_not_saved",
-                        message=message,
-                        remedy="check CADENZA_STORAGE and submit again",
-                    )
-                )
+                remedy = "see that CADENZA_STORAGE can be written to, then submit the job again"
+                self._fail(Failure(kind="model_not_saved", message=message, remedy=remedy))
         return []
 
     def _started(self, part: str, address: Address | None) -> list[Instruction]:
@@ -228,7 +216,7 @@ class Supervision:
     def _worker_ended(self, worker: int, ran: bool, now_s: float) -> list[Instruction]:
         if not ran and self.stage is Stage.TRAINING:
             return [RunWorker(worker)]
-        self._ended_at_s.setdefault(worker, now_s)
+        self._ends.ended(worker, now_s)
         return []
 
     def _lose(self, event: ActorLost, now_s: float) -> None:
@@ -242,12 +230,12 @@ class Supervision:
             self._fail(_lost(event.part, event.why))
 
     def _lose_worker(self, worker: int, event: ActorLost, now_s: float) -> None:
-        self._ended_at_s.setdefault(worker, now_s)
-        if self.stage in _STARTING:
-            message = f"worker {worker} did not start: {event.why}"
-            self._fail(Failure(kind=event.kind or "worker_lost", message=message, worker=worker))
-        elif not self._accounted_for(worker):
-            self._lost.setdefault(worker, event.why)
+        if self.stage not in _STARTING:
+            self._ends.lose(worker, event.why, self._snapshot, now_s)
+            return
+        kind = event.kind or "worker_lost"
+        message = f"worker {worker} did not start: {event.why}"
+        self._fail(Failure(kind=kind, message=message, remedy=START_REMEDIES[kind], worker=worker))
 
     def _took(self, snapshot: JobSnapshot, now_s: float) -> list[Instruction]:
         self._polls.answered(now_s)
@@ -263,6 +251,13 @@ class Supervision:
             self._result = Failed(snapshot.failure or unknown)
         return []
 
+    def _answered(self, stop: bool, now_s: float) -> None:
+        sent = self._reports.answered(now_s)
+        if sent is not None and more_after(sent.snapshot):
+            self._polls.soon(now_s)
+        if self.stage is not Stage.ENDED and (stop or (sent is not None and sent.outcome is not None)):
+            self._move(Stage.ENDED)
+
     # --- what is due ---
 
     def _check_start(self, now_s: float) -> None:
@@ -275,16 +270,6 @@ class Supervision:
         if silent_s >= SILENCE_S:
             self._fail(_lost(COORDINATOR, f"it has not answered for {silent_s:.0f} s"))
 
-    def _check_workers(self, now_s: float) -> None:
-        """Give up on workers whose end nobody explains."""
-        for worker, ended_at_s in self._ended_at_s.items():
-            if (
-                now_s >= ended_at_s + SETTLE_S
-                and worker not in self._lost
-                and not self._accounted_for(worker)
-            ):
-                self._lost[worker] = "its function ended, but its session had not finished"
-
     def _check_closed(self, now_s: float) -> None:
         """End once the result is there and everything is said, or patience is over."""
         if self.stage is not Stage.CLOSING or self._result is None:
@@ -295,19 +280,19 @@ class Supervision:
 
     def _all_said(self) -> bool:
         """Whether the latest snapshot was asked for after all had ended, and holds all that is left."""
-        ends = [self._closed_at_s]
+        since_s: float | None = self._closed_at_s
         if isinstance(self._result, Succeeded):
-            if len(self._ended_at_s) < self._workers:
-                return False
-            ends += self._ended_at_s.values()
-        return self._polls.heard_since(max(ends)) and not more_after(self._snapshot)
+            since_s = self._ends.all_ended_at_s()
+        return since_s is not None and self._polls.heard_since(since_s) and not more_after(self._snapshot)
 
     def _poll(self, now_s: float) -> list[Instruction]:
         if self.stage not in (Stage.TRAINING, Stage.CLOSING) or not self._polls.due(now_s):
             return []
         self._polls.begin(now_s)
         return [
-            TakeSnapshot(self._reports.after_event, self._reports.after_log, dict(self._lost), self._failure)
+            TakeSnapshot(
+                self._reports.after_event, self._reports.after_log, dict(self._ends.lost), self._failure
+            )
         ]
 
     def _report(self, now_s: float) -> list[Instruction]:
@@ -317,13 +302,6 @@ class Supervision:
         return [SendReport(report)] if report is not None else []
 
     # --- helpers ---
-
-    def _accounted_for(self, worker: int) -> bool:
-        """Whether the coordinator knows how this worker ended."""
-        if self._snapshot is None:
-            return False
-        states = {status.worker: status.state for status in self._snapshot.progress.workers}
-        return states.get(worker) in ("finished", "failed", "lost")
 
     def _fail(self, failure: Failure) -> None:
         """End as failed, unless the result is known already: nothing that is lost later changes it."""

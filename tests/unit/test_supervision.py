@@ -49,13 +49,13 @@ from cadenza_service.snapshot import (
 from cadenza_service.supervision import (
     DRAIN_S,
     LAST_WORDS_S,
-    SETTLE_S,
     SILENCE_S,
     TRANSITIONS,
     Found,
     Stage,
     Supervision,
 )
+from cadenza_service.worker_ends import SETTLE_S
 
 Kind = TypeVar("Kind")
 
