@@ -14,7 +14,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 
 from pydantic import ValidationError
@@ -22,30 +22,46 @@ from pydantic import ValidationError
 from cadenza_api.secret_file import write_secret
 from cadenza_service.settings import Settings
 
-Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+ARM_EVERY_S = 0.2
+"""While it starts, Ray puts a handler of its own in place of ours; so ours is put there again and again."""
 
 
 def main() -> None:
     """Run until told to stop; an error that was foreseen is one line on stderr and exit code 1."""
     settings = _read_settings()
-    _on_stop(_leave)
-    _watch_parent()
+    stop = threading.Event()
+    _watch_parent(stop)
     _prepare_environment(settings)
+    # One thread from start to stop: Ray's processes end with the thread that started them. And not this thread,
+    # where Ray would let a signal end it halfway through its start, with processes left.
+    with ThreadPoolExecutor(1, thread_name_prefix="service") as pool:
+        ended = pool.submit(_run, settings, stop)
+        while not ended.done():
+            _on_signal(stop)
+            wait([ended], timeout=ARM_EVERY_S)
+    problem = ended.result()
+    if problem is not None:
+        sys.exit(problem)
+
+
+def _run(settings: Settings, stop: threading.Event) -> str | None:
+    """Run the service until told to stop; returns what hindered it, if that was foreseen."""
     # Ray reads its environment when it is imported.
-    from cadenza_api.local_service import NotReady, run_service
+    from cadenza_api.local_service import NotReady, Unwanted, run_service
     from cadenza_service.records import SchemaTooNew
 
     try:
-        service = run_service(settings)
+        service = run_service(settings, stop)
+    except Unwanted:
+        return None
     except (NotReady, SchemaTooNew) as error:
-        sys.exit(str(error))
+        return str(error)
     try:
-        _on_stop(_leave)  # Ray has put its own handlers in their place.
         print(json.dumps({"url": service.url}), flush=True)
-        threading.Event().wait()
+        stop.wait()
     finally:
-        _on_stop(signal.SIG_IGN)  # Being told twice must not cut the stopping short.
         service.stop()
+    return None
 
 
 def _read_settings() -> Settings:
@@ -69,26 +85,25 @@ def _prepare_environment(settings: Settings) -> None:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
+def _on_signal(stop: threading.Event) -> None:
+    def told(number: int, frame: FrameType | None) -> None:
+        stop.set()
 
-
-def _on_stop(handler: Handler) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
+        signal.signal(number, told)
 
 
-def _watch_parent() -> None:
+def _watch_parent(stop: threading.Event) -> None:
     """Stop when the pipe to whoever started this closes, which it does however they end."""
     mode = os.fstat(0).st_mode
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        threading.Thread(target=_until_closed, name="parent", daemon=True).start()
+        threading.Thread(target=_until_closed, args=(stop,), name="parent", daemon=True).start()
 
 
-def _until_closed() -> None:
+def _until_closed(stop: threading.Event) -> None:
     while os.read(0, 4096):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)
+    stop.set()
 
 
 if __name__ == "__main__":

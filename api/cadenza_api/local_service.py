@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, suppress
@@ -37,6 +38,10 @@ class NotReady(Exception):
     """The service could not be started, or not in time."""
 
 
+class Unwanted(Exception):
+    """The service was told to stop before it was ready."""
+
+
 @dataclass
 class Service:
     """The running service; ``stop`` it in the thread that started it."""
@@ -49,10 +54,11 @@ class Service:
         self._undo.close()
 
 
-def run_service(settings: Settings) -> Service:
+def run_service(settings: Settings, stop: threading.Event) -> Service:
     """Start the service and wait until it is ready. Whatever fails on the way stops what was started before it.
 
-    The process works in an empty folder until ``stop``. Raises NotReady, SchemaTooNew, and Ray's own errors.
+    The process works in an empty folder until the service is stopped. ``stop`` only cuts the start short.
+    Raises NotReady, Unwanted, SchemaTooNew, and Ray's own errors.
     """
     settings.home.mkdir(parents=True, exist_ok=True)
     port = _port(settings)
@@ -61,14 +67,21 @@ def run_service(settings: Settings) -> Service:
         folder = undo.enter_context(_private_folder())
         undo.enter_context(chdir(_made(folder / "run")))
         undo.enter_context(_ray_head(_made(folder / "ray"), settings.home / "logs"))
+        _go_on(stop)
         undo.callback(_stop_jobs)
         start_controller(settings)
+        _go_on(stop)
         undo.callback(serve.shutdown)
         _serve(settings, port, folder)
         undo.callback(_drain)
         url = f"http://{_reachable(settings.host)}:{port}"
-        _wait_ready(url)
+        _wait_ready(url, stop)
         return Service(url, undo.pop_all())
+
+
+def _go_on(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise Unwanted("the service was told to stop before it was ready")
 
 
 def _port(settings: Settings) -> int:
@@ -159,7 +172,7 @@ def _reachable(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _wait_ready(url: str) -> None:
+def _wait_ready(url: str, stop: threading.Event) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     last = "no answer yet"
     # A proxy from the environment knows nothing of this machine's own addresses.
@@ -174,7 +187,8 @@ def _wait_ready(url: str) -> None:
                     return
                 last = answer.text
             _check_deployed()
-            time.sleep(READY_POLL_S)
+            stop.wait(READY_POLL_S)
+            _go_on(stop)
     raise NotReady(f"the service was not ready after {READY_TIMEOUT_S:.0f} s; {url}/readyz said last: {last}")
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ class Running:
     """The service's process."""
 
     process: subprocess.Popen[str]
-    url: str
+
+    @cached_property
+    def url(self) -> str:
+        """Where it answers; waits until it is ready."""
+        return str(json.loads(first_line(self.process))["url"])
 
     def client(self) -> httpx.Client:
         return httpx.Client(
@@ -66,7 +71,7 @@ def service(home: Path, folder: Path, **variables: str) -> Iterator[Running]:
             text=True,
         )
     try:
-        yield Running(process, json.loads(first_line(process))["url"])
+        yield Running(process)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -200,6 +205,17 @@ def test_the_service_from_start_to_start(tmp_path: Path) -> None:
         assert running.process.stdin is not None
         with ending(running):
             running.process.stdin.close()  # As it does when whoever started the service ends.
+
+
+def test_told_to_stop_while_it_starts_it_leaves_nothing(tmp_path: Path) -> None:
+    with service(tmp_path / "home", tmp_path) as running:
+        deadline = time.monotonic() + START_S
+        while len(descendants(running.process.pid)) < 4:  # Ray's first processes
+            assert running.process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with ending(running):
+            running.process.terminate()
 
 
 def test_a_taken_port_is_told_in_a_line(tmp_path: Path) -> None:
