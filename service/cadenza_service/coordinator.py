@@ -20,6 +20,7 @@ from cadenza.messages import (
     Assign,
     Decision,
     Done,
+    Ended,
     Evaluating,
     Exhausted,
     Failed,
@@ -39,7 +40,7 @@ from cadenza.messages import (
     Telemetry,
 )
 from cadenza.spec import JobSpec
-from cadenza.transport import Connection, NoRequests, Refusal, Server, connect
+from cadenza.transport import Connection, NoRequests, Refusal, RefusedError, Server, connect
 from cadenza.wire import Identity, ProtocolError, Role, Status
 from cadenza_service.ledger import Dataset, DatasetMismatch, Ledger
 from cadenza_service.progress import TrainingProgress
@@ -54,6 +55,7 @@ SHARD_TIMEOUT_S = 30.0
 HISTORY_BYTES = 256 << 20
 """sync: what the shards of a job keep together of mean gradients for a worker that is evaluating."""
 MOST_HISTORY_ROUNDS = 64
+SHARD_REMEDY = "look at its node (memory, preemption), then submit the job again"
 
 
 class Phase(enum.StrEnum):
@@ -90,6 +92,7 @@ class CoordinatorConfig:
     join_timeout_s: float
     """How long the first worker to join waits for the last."""
     round_timeout_s: float
+    """How long a round waits for its last contribution, and all workers for the first state to be published."""
     host: str
 
 
@@ -111,6 +114,9 @@ class CoordinatorServer:
         self._controls: dict[int, Connection] = {}
         self._joining: dict[int, tuple[Connection, int]] = {}
         self._first_join_at: float | None = None
+        self._publisher: int | None = None
+        """The worker whose model is the job's first state, once all have joined."""
+        self._all_joined_at = 0.0
         self._stopped = threading.Event()
         self._server = Server(config.host, config.key, self._accept, lambda _: _WorkerControl(self))
         self._ticker = threading.Thread(target=self._tick_loop, name="coordinator clock", daemon=True)
@@ -176,8 +182,11 @@ class CoordinatorServer:
                 )
             )
 
-    def fail(self, failure: Failure) -> None:
-        """End the attempt as failed; the first failure counts."""
+    def fail(self, failure: Failure, *, told_by: int | None = None) -> None:
+        """End the attempt as failed; the first failure counts. Every worker is released with the reason.
+
+        ``told_by`` is a worker that knows already: its connection stays for the rest of its log, or for a refusal.
+        """
         with self._lock:
             if self._phase in (Phase.COMPLETED, Phase.FAILED):
                 return
@@ -186,12 +195,13 @@ class CoordinatorServer:
             self._recorder.failures[failure.kind] += 1
             self._event("failed", failure.message, "error", failure.model_dump(exclude_none=True))
             joining, self._joining = self._joining, {}
-            others = [control for worker, control in self._controls.items() if worker != failure.worker]
+            others = [control for worker, control in self._controls.items() if worker != told_by]
         refusal = Refusal("job_failed", failure.message)
         for connection, call in joining.values():
             connection.refuse(call, refusal)
         for control in others:
             # A worker in the middle of a round waits for an answer that will not come.
+            control.send(Ended(failure.message))
             control.finish()
 
     def close(self) -> None:
@@ -236,18 +246,25 @@ class CoordinatorServer:
             )
             if len(self._joining) < len(self._config.workers):
                 return
-        self._assign()
+        if not self._assign():
+            return
         with self._lock:
-            publisher = min(self._joining)
-            connection, call = self._joining.pop(publisher)
+            if self._phase is not Phase.JOINING:
+                return
+            self._publisher, self._all_joined_at = min(self._joining), time.monotonic()
+            connection, call = self._joining.pop(self._publisher)
             connection.reply(call, self._joined(publish=True))
 
     def ready(self, connection: Connection, call: int) -> None:
         """The first state is published: everyone begins."""
         with self._lock:
             self._check_phase(Phase.JOINING)
-            self._move(Phase.TRAINING)
+            if connection.identity.worker != self._publisher:
+                raise Refusal(
+                    "not_publisher", "another worker publishes the first state, or not all have joined"
+                )
             rounds = self._rounds_now()
+            self._move(Phase.TRAINING)
             for worker in self._config.workers:
                 rounds.join(worker, self._config.incarnation)
                 self._recorder.workers[worker].state = "active"
@@ -270,7 +287,8 @@ class CoordinatorServer:
             try:
                 self._ledger.declare(dataset, worker)
             except DatasetMismatch as error:
-                self.fail(Failure(kind="dataset_mismatch", message=str(error), worker=worker))
+                failure = Failure(kind="dataset_mismatch", message=str(error), worker=worker)
+                self.fail(failure, told_by=worker)
                 raise Refusal("dataset_mismatch", str(error)) from None
             self._progress.dataset_size, self._progress.epochs = dataset.size, dataset.epochs
             if self._progress.stop_reason:
@@ -289,8 +307,8 @@ class CoordinatorServer:
         worker = connection.identity.worker
         with self._lock:
             self._check_phase(Phase.TRAINING)
-            self._recorder.workers[worker].state = "evaluating"
             self._carry_out(self._rounds_now().evaluating(worker, time.monotonic()))
+            self._recorder.workers[worker].state = "evaluating"
         connection.reply(call, Done())
 
     def finish(self, connection: Connection, call: int) -> None:
@@ -312,6 +330,8 @@ class CoordinatorServer:
         """The last worker has published the rest: the shards hold the whole model."""
         with self._lock:
             self._check_phase(Phase.TRAINING)
+            if not self._must_publish(connection.identity.worker):
+                raise Refusal("not_last", "only the worker that finishes last completes the model")
             self._move(Phase.COMPLETED)
             if unused := self._ledger.unused():
                 why = self._progress.stop_reason or "the workers ended before the data did"
@@ -344,7 +364,8 @@ class CoordinatorServer:
                     worker=worker,
                     step=message.step,
                     traceback=message.traceback or None,
-                )
+                ),
+                told_by=worker,
             )
 
     def report(self, worker: int, message: Report) -> None:
@@ -385,12 +406,11 @@ class CoordinatorServer:
         with self._lock:
             if self._phase is not Phase.TRAINING:
                 return
-            record = self._recorder.workers[message.key.worker]
-            if message.steps:
-                record.local_steps = message.steps
-            if record.state == "evaluating":
-                record.state = "active"
-            self._carry_out(self._rounds_now().received(message, time.monotonic()))
+            rounds = self._rounds_now()
+            if rounds.expects(message.key):
+                self._note_request(message)
+            if self._phase is Phase.TRAINING:
+                self._carry_out(rounds.received(message, time.monotonic()))
 
     def shard_lost(self, number: int, error: Exception | None) -> None:
         """The connection to a shard ended."""
@@ -400,11 +420,26 @@ class CoordinatorServer:
             Failure(
                 kind="shard_lost",
                 message=f"parameter server {number} was lost: {error}",
-                remedy="look at its node (memory, preemption), then submit the job again",
+                remedy=SHARD_REMEDY,
             )
         )
 
     # --- inside, with the lock held ---
+
+    def _note_request(self, message: Received) -> None:
+        worker = message.key.worker
+        try:
+            self._ledger.check(worker, message.spans)
+        except ValueError as error:
+            text = f"worker {worker} contributed samples that it does not hold: {error}"
+            remedy = "this is a bug, please report it"
+            self.fail(Failure(kind="protocol", message=text, remedy=remedy, worker=worker))
+            return
+        record = self._recorder.workers[worker]
+        if message.steps:
+            record.local_steps = message.steps
+        if record.state == "evaluating":
+            record.state = "active"
 
     def _carry_out(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
@@ -425,8 +460,8 @@ class CoordinatorServer:
                     step = None if worker is None else self._step(worker)
                     self.fail(Failure(kind=kind, message=message, remedy=remedy, worker=worker, step=step))
 
-    def _assign(self) -> None:
-        """Tell every shard what it holds, and wait until it has it."""
+    def _assign(self) -> bool:
+        """Tell every shard what it holds, and wait until it has it; false if one does not take it, which fails the job."""
         assert self._layout is not None
         spec = self._config.spec
         outer = spec.sync.outer.model_dump()
@@ -434,10 +469,18 @@ class CoordinatorServer:
             shard.call(Assign(self._layout, number, len(self._shards), spec.sync.mode, outer))
             for number, shard in enumerate(self._shards)
         ]
-        for call in calls:
-            call.result(SHARD_TIMEOUT_S)
+        try:
+            for call in calls:
+                call.result(SHARD_TIMEOUT_S)
+        except (ConnectionError, RefusedError, TimeoutError) as error:
+            # Let through, it would end the connection of the worker that happened to join last.
+            self.fail(
+                Failure(kind="shard_lost", message=f"the layout was not taken: {error}", remedy=SHARD_REMEDY)
+            )
+            return False
         with self._lock:
             self._rounds = Rounds(self._rules(self._layout), self._progress)
+        return True
 
     def _rules(self, layout: Layout) -> RoundRules:
         sync = self._config.spec.sync
@@ -473,7 +516,7 @@ class CoordinatorServer:
                 f"worker {worker}'s model differs from the others': {self._layout.difference(message.layout)}; "
                 "every worker must build the same model"
             )
-            self.fail(Failure(kind="model_mismatch", message=text, worker=worker))
+            self.fail(Failure(kind="model_mismatch", message=text, worker=worker), told_by=worker)
             raise Refusal("model_mismatch", text)
 
     def _check_phase(self, phase: Phase) -> None:
@@ -553,6 +596,8 @@ class CoordinatorServer:
             self._carry_out(self._rounds.tick(now))
         if self._phase is Phase.JOINING and self._first_join_at is not None:
             self._check_join_deadline(now - self._first_join_at)
+        if self._phase is Phase.JOINING and self._publisher is not None:
+            self._check_publish_deadline(self._publisher, now - self._all_joined_at)
 
     def _check_join_deadline(self, waited_s: float) -> None:
         missing = [worker for worker, record in self._recorder.workers.items() if record.state == "starting"]
@@ -567,6 +612,17 @@ class CoordinatorServer:
                 worker=missing[0],
             )
         )
+
+    def _check_publish_deadline(self, publisher: int, waited_s: float) -> None:
+        if waited_s > self._config.round_timeout_s:
+            self.fail(
+                Failure(
+                    kind="timeout",
+                    message=f"worker {publisher} had not published its model {waited_s:.0f} s after all had joined",
+                    remedy="see the worker's log; raise CADENZA_ROUND_TIMEOUT_S if sending the model takes so long",
+                    worker=publisher,
+                )
+            )
 
 
 class _WorkerControl:

@@ -41,6 +41,10 @@ class _Run:
             rest.append((at, self.stop))
         return rest
 
+    def left(self) -> int:
+        """How many positions were not used up."""
+        return sum(stop - start for start, stop in self.unused())
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -112,8 +116,17 @@ class Ledger:
         self._next = min(start + self._run_length(workers), self.dataset.size)
         return self._grant(worker, self.epoch, start, self._next)
 
+    def check(self, worker: int, spans: tuple[Span, ...]) -> None:
+        """Raises ValueError unless all of ``spans`` are part of leases that ``worker`` holds."""
+        for span in spans:
+            run = self._runs.get(span.lease)
+            if run is None or run.worker != worker or not run.start <= span.start <= span.stop <= run.stop:
+                raise ValueError(
+                    f"positions {span.start} to {span.stop} are not part of an open lease {span.lease} of worker {worker}"
+                )
+
     def commit(self, spans: tuple[Span, ...]) -> None:
-        """Contributions with these spans were merged."""
+        """Contributions with these spans, which :meth:`check` let pass, were merged."""
         self.committed += self._use(spans)
 
     def drop(self, spans: tuple[Span, ...]) -> None:
@@ -132,7 +145,7 @@ class Ledger:
 
     def outstanding(self) -> int:
         """Positions that are leased and neither committed nor dropped."""
-        return sum(stop - start for run in self._runs.values() for start, stop in run.unused())
+        return sum(run.left() for run in self._runs.values())
 
     def unused(self) -> int:
         """Positions that were never used, over all epochs."""
@@ -152,17 +165,11 @@ class Ledger:
         return Grant(self._count, epoch, start, stop)
 
     def _use(self, spans: tuple[Span, ...]) -> int:
-        total = 0
+        runs = {span.lease: self._runs[span.lease] for span in spans}
+        before = sum(run.left() for run in runs.values())
         for span in spans:
-            run = self._runs.get(span.lease)
-            if run is None or not run.start <= span.start <= span.stop <= run.stop:
-                raise ValueError(
-                    f"positions {span.start} to {span.stop} are not part of an open lease {span.lease}"
-                )
-            before = sum(stop - start for start, stop in run.unused())
-            run.used.append((span.start, span.stop))
-            rest = sum(stop - start for start, stop in run.unused())
-            total += before - rest
-            if not rest:
-                del self._runs[span.lease]
-        return total
+            runs[span.lease].used.append((span.start, span.stop))
+        for lease, run in runs.items():
+            if not run.left():
+                del self._runs[lease]
+        return before - sum(run.left() for run in runs.values())

@@ -104,10 +104,15 @@ class TrainingProgress:
     def evaluation_due(self) -> bool:
         """Whether the committed samples have passed the next line of evaluation since :meth:`evaluation_given`."""
         every = self.spec.evaluation.every_samples or self.dataset_size
-        return every is not None and (self.samples + self.dropped_samples) // every > self._evaluations
+        # A dataset without samples has no end of an epoch.
+        return (
+            every is not None
+            and every > 0
+            and (self.samples + self.dropped_samples) // every > self._evaluations
+        )
 
     def evaluation_given(self) -> None:
         """A worker was asked to evaluate."""
         every = self.spec.evaluation.every_samples or self.dataset_size
-        if every is not None:
+        if every:
             self._evaluations = (self.samples + self.dropped_samples) // every

@@ -126,14 +126,14 @@ class Recorder:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with numbers that JSON does not have (NaN, infinities) written as text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+    """``value`` with whatever JSON does not have (NaN, infinities, bytes) written as text."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def severity(text: str) -> Severity:

@@ -18,7 +18,7 @@ A worker that evaluates is not waited for. Its next request brings it back.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cadenza.messages import Decision, Key, Note, Part, Received, Reply, Span
@@ -196,6 +196,11 @@ class Rounds:
         for member in self.members.values():
             member.move(MemberState.ACTIVE)
 
+    def expects(self, key: Key) -> bool:
+        """Whether a request of this key would still count: from a current member, and not decided upon before."""
+        member = self.members.get(key.worker)
+        return member is not None and key.incarnation == member.incarnation and key.seq > member.last_seq
+
     def received(self, message: Received, now: float) -> list[Output]:
         """A shard has a request. It counts once every shard has it."""
         key = message.key
@@ -253,6 +258,9 @@ class Rounds:
         return [
             member for _, member in sorted(self.members.items()) if member.state is not MemberState.FINISHED
         ]
+
+    def _evaluating(self) -> Iterator[Member]:
+        return (member for member in self.members.values() if member.state is MemberState.EVALUATING)
 
     def missing(self) -> list[int]:
         """Workers whose contribution the open round waits for."""
@@ -441,8 +449,12 @@ class Rounds:
 
     def _elect(self, answered: list[int]) -> int | None:
         """The worker that is asked to evaluate now, if it is time and none evaluates yet."""
-        busy = any(member.state is MemberState.EVALUATING for member in self.members.values())
-        if busy or not answered or self.progress.stop_reason or not self.progress.evaluation_due():
+        if (
+            any(self._evaluating())
+            or not answered
+            or self.progress.stop_reason
+            or not self.progress.evaluation_due()
+        ):
             return None
         self.progress.evaluation_given()
         return answered[0]
@@ -482,7 +494,7 @@ class Rounds:
             discard=discard,
             replies=replies,
             present=present,
-            keep=any(member.state is MemberState.EVALUATING for member in self.members.values()),
+            keep_after=min((member.version for member in self._evaluating()), default=None),
             spans=spans,
         )
 

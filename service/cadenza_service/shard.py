@@ -90,15 +90,20 @@ class ShardServer:
         self, connection: Connection, call: int, request: Request, bodies: Sequence[Buffer]
     ) -> None:
         identity = connection.identity
+        key = Key(identity.worker, identity.incarnation, request.seq)
         with self._lock:
-            # A repeated request is not taken twice, but its answer goes to where it was last asked for.
-            self._calls[Key(identity.worker, identity.incarnation, request.seq)] = (connection, call)
             received = self.core().request(identity.worker, identity.incarnation, request, bodies)
+            if not self.core().waits(key):
+                raise Refusal("answered", f"request {request.seq} was answered before")
+            # A repeated request is not taken twice, but its answer goes to where it was last asked for.
+            self._calls[key] = (connection, call)
             if received is not None and self._coordinator is not None:
                 self._coordinator.send(received)
 
     def decided(self, decision: Decision) -> None:
         with self._lock:
+            if decision.epoch < self._epoch:
+                raise ProtocolError(f"a decision of epoch {decision.epoch}; epoch {self._epoch} has begun")
             for outgoing in self.core().decide(decision):
                 connection, call = self._calls.pop(outgoing.key)
                 connection.reply(call, outgoing.answer, outgoing.bodies)
@@ -144,7 +149,7 @@ class _WorkerHandler(_ShardHandler):
                 return super().body(message, length)
         if sum(sizes) != length:
             raise ProtocolError(f"{type(message).__name__} with {length} bytes; {sum(sizes)} are expected")
-        self._bodies = [memoryview(np.empty(size, np.uint8)) if size else memoryview(b"") for size in sizes]
+        self._bodies = [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
         return [body for body in self._bodies if body.nbytes]
 
     def handle(self, connection: Connection, call: int, message: Message) -> None:

@@ -109,15 +109,16 @@ class ShardCore:
 
         Raises:
             Refusal: it comes from an old incarnation of the worker.
+            ProtocolError: it is not well-formed.
         """
         key = Key(worker, incarnation, request.seq)
         if incarnation < self._incarnations.get(worker, incarnation):
             raise Refusal("stale_incarnation", f"worker {worker} has been replaced by a newer incarnation")
-        self._incarnations[worker] = incarnation
         if request.seq <= self._last_seq.get((worker, incarnation), 0):
             return None
+        values, finite = self._decode(request, bodies)
+        self._incarnations[worker] = incarnation
         self._last_seq[worker, incarnation] = request.seq
-        values, finite = _decode(request, self.slices(request.vectors), bodies)
         self._requests[key] = (request, values)
         return Received(
             shard=self.assign.shard,
@@ -133,6 +134,20 @@ class ShardCore:
             reason=request.reason,
         )
 
+    def waits(self, key: Key) -> bool:
+        """Whether a request is here and not answered yet."""
+        return key in self._requests
+
+    def _decode(self, request: Request, bodies: Sequence[memoryview]) -> tuple[dict[str, Array], bool]:
+        """An update's values by vector, and whether all are finite."""
+        if request.kind != "update":
+            self.slices(request.vectors)
+            return {}, True
+        parts = [part for part, _ in self.request_sizes(request)]
+        codec = CODECS[request.codec]
+        values = {part.vector: codec.decode(body, part) for part, body in zip(parts, bodies, strict=True)}
+        return values, all(bool(np.isfinite(array).all()) for array in values.values())
+
     def decide(self, decision: Decision) -> list[Outgoing]:
         """Carry out the next entry of the coordinator's log, and return the answers that it releases."""
         if decision.index != self._index + 1:
@@ -141,14 +156,17 @@ class ShardCore:
         self.round = decision.round
         gradient = self._merge(decision) if decision.parts else None
         self.version = decision.version
-        if gradient is not None and decision.keep:
+        if gradient is not None and decision.keep_after is not None:
             self._history.append(_Round(decision.version, decision.present, gradient))
         for key in decision.discard:
             self._drop_values(key)
         answers = [self._answer(reply, decision, gradient) for reply in decision.replies]
-        if not decision.keep:
-            self._history.clear()
+        self._forget(decision.keep_after)
         return answers
+
+    def _forget(self, keep_after: int | None) -> None:
+        while self._history and (keep_after is None or self._history[0].version <= keep_after):
+            self._history.popleft()
 
     def read(self, vectors: Iterable[str]) -> list[memoryview]:
         """The committed values of the named vectors, in their own types, in layout order."""
@@ -225,13 +243,3 @@ class ShardCore:
 def _to_wire(values: Array, part: Slice) -> memoryview:
     """The values in the vector's own type. Arrays are never written to again, so that a view is safe to send later."""
     return as_bytes(np.ascontiguousarray(values, dtype=NUMPY_TYPES[part.dtype]))
-
-
-def _decode(
-    request: Request, parts: list[Slice], bodies: Sequence[memoryview]
-) -> tuple[dict[str, Array], bool]:
-    if request.kind != "update":
-        return {}, True
-    codec = CODECS[request.codec]
-    values = {part.vector: codec.decode(body, part) for part, body in zip(parts, bodies, strict=True)}
-    return values, all(bool(np.isfinite(array).all()) for array in values.values())

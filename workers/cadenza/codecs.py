@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.layout import NUMPY_TYPES, Slice, accumulator
+from cadenza.wire import ProtocolError
 
 
 class Codec(Protocol):
@@ -27,7 +28,11 @@ class Codec(Protocol):
         """``values`` (the slice, any floating type) as ``size_bytes(part)`` bytes; may be a view of them."""
 
     def decode(self, data: memoryview, part: Slice) -> NDArray[np.generic]:
-        """The slice's values in its accumulator type; may be a view of ``data``."""
+        """The slice's values in its accumulator type; may be a view of ``data``.
+
+        Raises:
+            ProtocolError: ``data`` is not exactly ``size_bytes(part)`` bytes.
+        """
 
 
 class Native:
@@ -42,13 +47,15 @@ class Native:
         return as_bytes(np.ascontiguousarray(values, dtype=NUMPY_TYPES[part.dtype]))
 
     def decode(self, data: memoryview, part: Slice) -> NDArray[np.generic]:
+        if data.nbytes != part.size_bytes:
+            raise ProtocolError(f"{data.nbytes} bytes for {part.vector}; {part.size_bytes} are expected")
         values = np.frombuffer(data, dtype=NUMPY_TYPES[part.dtype])
         return values.astype(accumulator(part.dtype), copy=False) if part.dtype != "uint8" else values
 
 
 def as_bytes(values: NDArray[np.generic]) -> memoryview:
     """The bytes of a contiguous array, without a copy."""
-    return memoryview(values.view(np.uint8)) if values.size else memoryview(b"")
+    return values.view(np.uint8).data if values.size else memoryview(b"")
 
 
 CODECS: dict[str, Codec] = {"fp32": Native()}

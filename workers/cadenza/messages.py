@@ -6,15 +6,42 @@ docs/protocol.md tells who sends what when. This module imports neither ray nor 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from cadenza.layout import Layout
 
 RequestKind = Literal["update", "abstain", "fetch"]
 Content = Literal["weights", "gradient", "gradients", "unchanged"]
 Stream = Literal["stdout", "stderr"]
+SyncPhase = Literal["send", "wait", "receive", "apply"]
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+SYNC_BOUNDS_S: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
+"""Upper bounds of the buckets of synchronisation times, in seconds."""
+
+BUCKETS = len(SYNC_BOUNDS_S) + 1
+"""The last one is +Inf."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -24,17 +51,17 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
     """What makes a request unique: applied once, however often it is sent."""
 
-    worker: int
-    incarnation: int
-    seq: int
+    worker: Count
+    incarnation: Count
+    seq: Positive
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """Positions ``start`` to ``stop`` of a leased run of samples, used up by one contribution."""
 
     lease: int
-    start: int
-    stop: int
+    start: Count
+    stop: Count
 
 
 # --- worker -> shard -------------------------------------------------------------------------------
@@ -54,14 +81,14 @@ class Request(Message, frozen=True):
     """
 
     kind: RequestKind
-    seq: int
-    base_version: int
-    """The version that the update was computed from."""
+    seq: Positive
+    base_version: Annotated[int, Meta(ge=-1)]
+    """The version that the update was computed from; -1 for a worker that has none."""
     vectors: tuple[str, ...]
     """update: what the body holds; fetch: what the answer shall hold."""
     codec: str = "fp32"
-    samples: int = 0
-    steps: int = 0
+    samples: Count = 0
+    steps: Count = 0
     """Local optimizer steps in it."""
     loss: float | None = None
     """Mean training loss over ``samples``; none if unknown or not finite."""
@@ -195,8 +222,9 @@ class Decision(Message, frozen=True):
     replies: tuple[Reply, ...] = ()
     present: bytes = b""
     """sync mode: which parameters got a gradient from anyone."""
-    keep: bool = False
-    """sync mode: keep this round's answer for a worker that is evaluating."""
+    keep_after: int | None = None
+    """sync mode: the version that an evaluating worker's model holds (the oldest, if several evaluate). Answers of
+    later rounds are kept for it; none where nobody evaluates."""
     spans: tuple[Span, ...] = ()
     """The data that this commit used up."""
 
@@ -235,10 +263,10 @@ class Ready(Message, frozen=True):
 class Lease(Message, frozen=True):
     """A wish for samples to train on. Answered by Leased, or by Exhausted."""
 
-    dataset_size: int
-    batch_size: int
+    dataset_size: Count
+    batch_size: Positive
     shuffle: bool
-    epochs: int
+    epochs: Positive
     drop_last: bool = False
 
 
@@ -282,7 +310,9 @@ class Telemetry(Message, frozen=True):
     pull_bytes: int
     raw_push_bytes: int
     raw_pull_bytes: int
-    phases: dict[str, tuple[tuple[int, ...], float]]
+    phases: dict[
+        SyncPhase, tuple[Annotated[tuple[int, ...], Meta(min_length=BUCKETS, max_length=BUCKETS)], float]
+    ]
     """By phase: cumulative bucket counts (bounds: SYNC_BOUNDS_S, then +Inf) and the sum of seconds."""
 
 
@@ -300,6 +330,12 @@ class Notice(Message, frozen=True):
     message: str
     severity: str
     data: dict[str, Any] = {}
+
+
+class Ended(Message, frozen=True):
+    """The attempt failed: no request will be answered any more, on any connection. One-way, to the worker."""
+
+    reason: str
 
 
 class Finish(Message, frozen=True):
@@ -326,28 +362,9 @@ class Failed(Message, frozen=True):
     remedy: str = ""
 
 
-SYNC_BOUNDS_S: tuple[float, ...] = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-)
-"""Upper bounds of the buckets of synchronisation times, in seconds."""
-
 AnyMessage = (
     Publish | Request | Read | State | Done | Refused | Answer | Assign | Received | Decision | Join | Joined | Ready | Lease | Leased
-    | Exhausted | Evaluating | Report | Telemetry | Log | Notice | Finish | Finished | Published | Failed
+    | Exhausted | Ended | Evaluating | Report | Telemetry | Log | Notice | Finish | Finished | Published | Failed
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,11 @@ from cadenza.codecs import CODECS, as_bytes
 from cadenza.layout import NUMPY_TYPES, Layout, Slice
 from cadenza.link import Arrays, LinkError, Timings
 from cadenza.messages import (
+    BUCKETS,
     SYNC_BOUNDS_S,
     Answer,
     Done,
+    Ended,
     Evaluating,
     Exhausted,
     Failed,
@@ -35,6 +37,7 @@ from cadenza.messages import (
     Report,
     Request,
     Stream,
+    SyncPhase,
     Telemetry,
 )
 from cadenza.transport import Buffer, Connection, NoRequests, Pending, RefusedError, connect
@@ -71,18 +74,20 @@ class Control:
         Raises:
             ConnectionError: it cannot be reached, or refuses; the text says why.
         """
-        handler = _ClosingOthers()
+        handler = _EndingOthers()
         identity = Identity(Role.WORKER, worker, incarnation)
         connection = connect(host, port, key, identity, handler, peer="the coordinator", timeout_s=timeout_s)
         control = cls(connection.start(), worker, incarnation, key)
         control._handler = handler
         return control
 
-    _handler: _ClosingOthers
+    _handler: _EndingOthers
 
     def close_with(self, connection: Connection) -> None:
         """When the coordinator is gone, end ``connection`` too, so that nobody waits on it for a round that cannot come."""
         self._handler.others.append(connection)
+        if self._connection.closed:
+            connection.close()
 
     def ask(self, message: Message, reply: type[_Reply], timeout_s: float = CONTROL_TIMEOUT_S) -> _Reply:
         """Send ``message`` and wait for a reply of the given type; raises LinkError."""
@@ -120,15 +125,23 @@ class Control:
         self._connection.close()
 
 
-class _ClosingOthers(NoRequests):
-    """Ends the data connections when the control connection ends."""
+class _EndingOthers(NoRequests):
+    """Ends the data connections when the control connection ends or the coordinator says that the attempt did."""
 
     def __init__(self) -> None:
         self.others: list[Connection] = []
 
+    def handle(self, connection: Connection, call: int, message: Message) -> None:
+        if not isinstance(message, Ended):
+            raise ProtocolError(f"the coordinator sent {type(message).__name__}")
+        reason = ConnectionError(f"the job failed: {message.reason}")
+        for other in list(self.others):
+            other.close(reason)
+        connection.close(reason)
+
     def closed(self, connection: Connection, error: Exception | None) -> None:
-        for other in self.others:
-            other.close()
+        for other in list(self.others):
+            other.close(ConnectionError("the connection to the coordinator ended"))
 
 
 class NetworkLink:
@@ -145,8 +158,8 @@ class NetworkLink:
         self._shards: list[Connection] = []
         self._replayed: dict[str, dict[int, NDArray[Any]]] = {}
         """By vector and shard, each of shape [rounds, slice length]."""
-        self._phases: dict[str, tuple[list[int], float]] = {
-            phase: ([0] * (len(SYNC_BOUNDS_S) + 1), 0.0) for phase in ("send", "wait", "receive", "apply")
+        self._phases: dict[SyncPhase, tuple[list[int], float]] = {
+            phase: ([0] * BUCKETS, 0.0) for phase in get_args(SyncPhase)
         }
         self._told_at = 0.0
 
@@ -285,15 +298,20 @@ class NetworkLink:
                 raise ProtocolError(f"shard {number} answered with something unexpected")
             parts = self._slices(number, message.vectors)
             if message.content == "gradients":
-                return self._replay_buffers(number, parts, len(message.present))
+                return self._replay_buffers(number, parts, len(message.present), length)
             buffers = [as_bytes(into[part.vector][part.start : part.stop]) for part in parts]
             return [buffer for buffer in buffers if buffer.nbytes]
 
         return destination
 
-    def _replay_buffers(self, number: int, parts: list[Slice], rounds: int) -> list[Buffer]:
+    def _replay_buffers(self, number: int, parts: list[Slice], rounds: int, length: int) -> list[Buffer]:
         if rounds > MOST_REPLAYED_ROUNDS:
             raise ProtocolError(f"{rounds} rounds to replay; at most {MOST_REPLAYED_ROUNDS} are expected")
+        expected = rounds * sum(part.size_bytes for part in parts)
+        if length != expected:
+            raise ProtocolError(
+                f"shard {number} sends {length} bytes for {rounds} rounds; {expected} are expected"
+            )
         arrays = {part.vector: np.empty((rounds, part.length), NUMPY_TYPES[part.dtype]) for part in parts}
         for vector, array in arrays.items():
             self._replayed.setdefault(vector, {})[number] = array
@@ -318,7 +336,7 @@ class NetworkLink:
         self.timings.wait = answered_at - sent_at
         self.timings.receive = time.monotonic() - answered_at
 
-    def _observe(self, phase: str, seconds: float) -> None:
+    def _observe(self, phase: SyncPhase, seconds: float) -> None:
         counts, total = self._phases[phase]
         for index in range(bisect.bisect_left(SYNC_BOUNDS_S, seconds), len(counts)):
             counts[index] += 1
