@@ -6,10 +6,6 @@ of two writers one wins and the other is told. All methods are synchronous and m
 
 from __future__ import annotations
 
-import base64
-import binascii
-import re
-import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -18,7 +14,7 @@ from sqlalchemy import Connection, Row, Select, func, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from cadenza.spec import JobSpec
-from cadenza_service import journal, tables
+from cadenza_service import journal, rows, tables
 from cadenza_service.lifecycle import (
     TERMINAL,
     WAITING,
@@ -30,7 +26,6 @@ from cadenza_service.lifecycle import (
 from cadenza_service.records import (
     Desired,
     IdempotencyConflict,
-    InvalidCursor,
     Job,
     JobEnded,
     JobNotFound,
@@ -42,12 +37,7 @@ from cadenza_service.records import (
     StoredLog,
 )
 from cadenza_service.settings import Settings
-from cadenza_service.snapshot import JobSnapshot, Progress, Severity, Telemetry
-
-ID_LENGTH = 63
-"""What fits in a DNS label, a file name and a Kubernetes label."""
-
-SUFFIX_LENGTH = 8
+from cadenza_service.snapshot import JobSnapshot, Severity
 
 CONTROLLER = "controller"
 
@@ -83,7 +73,7 @@ class Store:
         The same key with the same spec returns the first job. Raises IdempotencyConflict for another spec.
         """
         now = self._clock()
-        row = _new_job(spec, idempotency_key, now)
+        row = rows.new_job(spec, idempotency_key, now)
         with self._writing.begin() as connection:
             fresh = upsert(tables.jobs).values(row).on_conflict_do_nothing(index_elements=["idempotency_key"])
             created = connection.execute(fresh).rowcount == 1
@@ -97,7 +87,7 @@ class Store:
                     state=JobState.QUEUED,
                 )
                 return _read(connection, row["id"]), True
-            first = _job(
+            first = rows.job_of(
                 connection.execute(select(tables.jobs).where(_jobs.idempotency_key == idempotency_key)).one()
             )
         if first.spec != spec:
@@ -115,13 +105,13 @@ class Store:
         if state is not None:
             query = query.where(_jobs.state == state)
         if cursor is not None:
-            query = query.where(_jobs.number < _decode_cursor(cursor))
+            query = query.where(_jobs.number < rows.decode_cursor(cursor))
         with self._reading.begin() as connection:
-            rows = connection.execute(query).all()
-        more = len(rows) > limit
+            found = connection.execute(query).all()
+        more = len(found) > limit
         return Page(
-            items=[_job(row) for row in rows[:limit]],
-            next_cursor=_encode_cursor(rows[limit - 1].number) if more else None,
+            items=[rows.job_of(row) for row in found[:limit]],
+            next_cursor=rows.encode_cursor(found[limit - 1].number) if more else None,
         )
 
     def counts(self) -> dict[JobState, int]:
@@ -142,7 +132,7 @@ class Store:
 
     def _all(self, query: Select[Any]) -> list[Job]:
         with self._reading.begin() as connection:
-            return [_job(row) for row in connection.execute(query)]
+            return [rows.job_of(row) for row in connection.execute(query)]
 
     # Jobs: moving
 
@@ -181,7 +171,11 @@ class Store:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         now = self._clock()
-        changes: dict[Any, Any] = {_jobs.state: to, _jobs.reason: _reason_row(reason), _jobs.updated_at: now}
+        changes: dict[Any, Any] = {
+            _jobs.state: to,
+            _jobs.reason: rows.reason_row(reason),
+            _jobs.updated_at: now,
+        }
         if to is JobState.RUNNING:
             changes[_jobs.started_at] = func.coalesce(_jobs.started_at, now)
         if to in TERMINAL:
@@ -212,7 +206,7 @@ class Store:
             job = _read(connection, job_id)
             if job.state in WITHOUT_REASON or job.state in TERMINAL:
                 raise IllegalTransition(job_id, job.state, job.state)
-            changes = {_jobs.reason: _reason_row(reason), _jobs.updated_at: now}
+            changes = {_jobs.reason: rows.reason_row(reason), _jobs.updated_at: now}
             connection.execute(update(tables.jobs).where(_jobs.id == job_id).values(changes))
             if job.reason is None or (job.reason.code, job.reason.message) != (reason.code, reason.message):
                 told = {"code": reason.code, "remedy": reason.remedy, "details": dict(reason.details)}
@@ -300,11 +294,11 @@ class Store:
 
     def events(self, job_id: str, after: int = 0, limit: int = 500) -> list[StoredEvent]:
         """The job's events with a higher ``seq`` than ``after``, in order. Raises JobNotFound."""
-        return [_event(row) for row in self._after(tables.events, job_id, after, limit)]
+        return [rows.event_of(row) for row in self._after(tables.events, job_id, after, limit)]
 
     def logs(self, job_id: str, after: int = 0, limit: int = 500) -> list[StoredLog]:
         """The job's log lines with a higher ``seq`` than ``after``, in order. Raises JobNotFound."""
-        return [_log(row) for row in self._after(tables.logs, job_id, after, limit)]
+        return [rows.log_of(row) for row in self._after(tables.logs, job_id, after, limit)]
 
     def _after(self, table: Any, job_id: str, after: int, limit: int) -> list[Row[Any]]:
         query = (
@@ -350,49 +344,11 @@ class Store:
         return seen
 
 
-def _new_job(spec: JobSpec, idempotency_key: str | None, now: float) -> dict[str, Any]:
-    waiting = Reason(code="accepted", message="waiting for the controller to look at it")
-    return {
-        "id": _new_id(spec.name),
-        "name": spec.name,
-        "spec": spec.model_dump(mode="json"),
-        "idempotency_key": idempotency_key,
-        "state": JobState.QUEUED,
-        "reason": _reason_row(waiting),
-        "desired": "run",
-        "created_at": now,
-        "updated_at": now,
-        "progress": Progress().model_dump(),
-        "telemetry": Telemetry().model_dump(),
-    }
-
-
-def _new_id(name: str) -> str:
-    """The name in lower-case letters, digits and dashes, and 40 random bits in base 32."""
-    suffix = base64.b32encode(secrets.token_bytes(5)).decode("ascii").lower()
-    stem = re.sub(r"[^a-z0-9]+", "-", name.lower())[: ID_LENGTH - SUFFIX_LENGTH - 1].strip("-")
-    return f"{stem}-{suffix}"
-
-
-def _encode_cursor(number: int) -> str:
-    return base64.urlsafe_b64encode(f"before:{number}".encode()).decode("ascii")
-
-
-def _decode_cursor(cursor: str) -> int:
-    try:
-        match = re.fullmatch(rb"before:(\d{1,18})", base64.b64decode(cursor, altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError):
-        match = None
-    if match is None:
-        raise InvalidCursor(cursor)
-    return int(match[1])
-
-
 def _read(connection: Connection, job_id: str) -> Job:
     row = connection.execute(select(tables.jobs).where(_jobs.id == job_id)).one_or_none()
     if row is None:
         raise JobNotFound(job_id)
-    return _job(row)
+    return rows.job_of(row)
 
 
 def _state(connection: Connection, job_id: str) -> JobState:
@@ -411,48 +367,3 @@ def _refuse_epoch(connection: Connection, job_id: str, epoch: int) -> None:
             f"epoch: {epoch} was never issued for job {job_id}, the latest is {current}; call begin_attempt"
         )
     raise StaleEpoch(job_id, epoch, current)
-
-
-def _reason_row(reason: Reason | None) -> dict[str, Any] | None:
-    if reason is None:
-        return None
-    return {
-        "code": reason.code,
-        "message": reason.message,
-        "remedy": reason.remedy,
-        "details": dict(reason.details),
-    }
-
-
-def _job(row: Row[Any]) -> Job:
-    return Job(
-        id=row.id,
-        name=row.name,
-        spec=JobSpec.model_validate(row.spec),
-        state=JobState(row.state),
-        reason=None if row.reason is None else Reason(**row.reason),
-        desired=row.desired,
-        epoch=row.epoch,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        progress=Progress.model_validate(row.progress),
-        telemetry=Telemetry.model_validate(row.telemetry),
-    )
-
-
-def _event(row: Row[Any]) -> StoredEvent:
-    return StoredEvent(
-        seq=row.seq,
-        time=row.time,
-        kind=row.kind,
-        message=row.message,
-        severity=row.severity,
-        data=row.data,
-        state=None if row.state is None else JobState(row.state),
-    )
-
-
-def _log(row: Row[Any]) -> StoredLog:
-    return StoredLog(seq=row.seq, time=row.time, worker=row.worker, stream=row.stream, text=row.text)
