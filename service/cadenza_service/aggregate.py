@@ -19,7 +19,7 @@ def weighted_sum(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
 
     A single array with weight 1 comes back with exactly its own values.
     """
-    total = arrays[0] * arrays[0].dtype.type(weights[0])
+    total: Array = arrays[0] * arrays[0].dtype.type(weights[0])
     for array, weight in zip(arrays[1:], weights[1:], strict=True):
         total += array * array.dtype.type(weight)
     return total
@@ -65,12 +65,12 @@ class MomentumSgd:
 
     def step(self, weights: Array, delta: Array) -> Array:
         lr, momentum = weights.dtype.type(self._lr), weights.dtype.type(self._momentum)
-        if not self._momentum:
-            return weights + lr * delta
-        gradient = -delta
-        self._velocity = gradient if self._velocity is None else momentum * self._velocity + gradient
-        direction = gradient + momentum * self._velocity if self._nesterov else self._velocity
-        return weights - lr * direction
+        gradient = direction = -delta
+        if self._momentum:
+            self._velocity = gradient if self._velocity is None else momentum * self._velocity + gradient
+            direction = gradient + momentum * self._velocity if self._nesterov else self._velocity
+        moved: Array = weights - lr * direction
+        return moved
 
     def state(self) -> dict[str, Array]:
         return {} if self._velocity is None else {"velocity": self._velocity}

@@ -32,6 +32,7 @@ def exchange(identity: Identity = COORDINATOR, status: Status = Status.OK) -> tu
     return hello, client, wire.welcome(KEY, hello, client, status)
 
 
+@settings(deadline=None)
 @given(identity=identities)
 def test_both_sides_prove_themselves_and_the_identity_arrives(identity: Identity) -> None:
     hello, client, welcome = exchange(identity)
@@ -65,7 +66,7 @@ def test_a_recorded_welcome_does_not_pass_for_another_client_hello() -> None:
         wire.read_welcome(KEY, hello, second, welcome)
 
 
-@settings(max_examples=150)
+@settings(deadline=None, max_examples=150)
 @given(at=st.integers(0, wire.CLIENT_HELLO_SIZE - 1), bit=st.integers(0, 7))
 def test_no_bit_of_a_client_hello_can_be_changed(at: int, bit: int) -> None:
     hello, client, _ = exchange()
@@ -74,7 +75,7 @@ def test_no_bit_of_a_client_hello_can_be_changed(at: int, bit: int) -> None:
     assert wire.read_client_hello(KEY, hello, bytes(changed)) == (Status.WRONG_KEY, None)
 
 
-@settings(max_examples=150)
+@settings(deadline=None, max_examples=150)
 @given(at=st.integers(0, wire.WELCOME_SIZE - 1), bit=st.integers(0, 7))
 def test_no_bit_of_a_welcome_can_be_changed(at: int, bit: int) -> None:
     hello, client, welcome = exchange()
@@ -128,6 +129,7 @@ headers = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(header=headers)
 def test_headers_survive_the_wire(header: Header) -> None:
     packed = wire.pack_header(header)
@@ -135,7 +137,7 @@ def test_headers_survive_the_wire(header: Header) -> None:
     assert wire.unpack_header(packed) == header
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(data=st.binary(min_size=wire.HEADER_SIZE_BYTES, max_size=wire.HEADER_SIZE_BYTES))
 def test_garbage_is_a_protocol_error_or_a_header_within_bounds(data: bytes) -> None:
     try:

@@ -44,6 +44,12 @@ class Vector(msgspec.Struct, frozen=True):
     length: int
     """Elements."""
 
+    def __post_init__(self) -> None:
+        if self.dtype not in NUMPY_TYPES or (self.role == "static") != (self.dtype == "uint8"):
+            raise ValueError(f"a vector of {self.role} cannot have type {self.dtype!r}")
+        if self.length < 0:
+            raise ValueError(f"vector {self.name} has length {self.length}")
+
     @property
     def name(self) -> str:
         return f"{self.role}.{self.dtype}"
@@ -121,6 +127,12 @@ class Layout(msgspec.Struct, frozen=True):
     def difference(self, other: Layout) -> str:
         """A sentence on the first thing in which ``other`` differs, for an error text."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
+            if mine != theirs and (mine.name, mine.dtype, mine.shape) == (
+                theirs.name,
+                theirs.dtype,
+                theirs.shape,
+            ):
+                return f"{theirs.name} is at {theirs.offset} of {theirs.vector} instead of {mine.offset} of {mine.vector}"
             if mine != theirs:
                 return f"{theirs.name} {theirs.dtype}{list(theirs.shape)} instead of {mine.name} {mine.dtype}{list(mine.shape)}"
         if len(self.tensors) != len(other.tensors):

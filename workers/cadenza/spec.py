@@ -27,7 +27,8 @@ DEFAULT_STALENESS = 4
 class Section(BaseModel):
     """A part of the spec: closed against unknown keys and not changed after it was checked."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A spec travels and is stored as JSON, which has neither NaN nor infinities.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RuntimeEnv(Section):
@@ -60,7 +61,7 @@ class RuntimeEnv(Section):
 
     def check_uploaded(self) -> None:
         """Raise ValueError unless the code is an uploaded package; the service reads no folder of a caller."""
-        if self.working_dir is not None and not re.match(PACKAGE_PATTERN, self.working_dir):
+        if self.working_dir is not None and not re.fullmatch(PACKAGE_PATTERN, self.working_dir):
             raise ValueError(
                 f"runtime_env.working_dir: {self.working_dir!r} is not an uploaded package; upload a zip with "
                 "PUT /v1/packages/{sha256} (cadenza submit does it for a folder) and give 'sha256:<digest>'"
@@ -76,6 +77,15 @@ class Workers(Section):
 
     cpus: float = Field(1, ge=0)
     gpus: float = Field(0, ge=0)
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError(
+                f"workers.gpus is {value:g}, but only a part of one GPU can be shared; give a whole number, or one below 1"
+            )
+        return value
 
     @model_validator(mode="after")
     def _ordered(self) -> Workers:
