@@ -38,13 +38,18 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def make_data(workers: int, dtype: torch.dtype, sizes: list[int] | None = None) -> list[list[tuple[Tensor, Tensor]]]:
+def make_data(
+    workers: int, dtype: torch.dtype, sizes: list[int] | None = None
+) -> list[list[tuple[Tensor, Tensor]]]:
     """Batches by step and worker; ``sizes`` are the workers' batch sizes."""
     generator = torch.Generator().manual_seed(2)
     sizes = sizes or [BATCH] * workers
     return [
         [
-            (torch.randn(size, 6, generator=generator, dtype=dtype), torch.randn(size, 2, generator=generator, dtype=dtype))
+            (
+                torch.randn(size, 6, generator=generator, dtype=dtype),
+                torch.randn(size, 2, generator=generator, dtype=dtype),
+            )
             for size in sizes
         ]
         for _ in range(STEPS)
@@ -67,7 +72,9 @@ def train_alone(name: str, data: list[list[tuple[Tensor, Tensor]]], dtype: torch
     return flat(model)
 
 
-def train_in_job(mode: str, name: str, data: list[list[tuple[Tensor, Tensor]]], dtype: torch.dtype) -> list[Tensor]:
+def train_in_job(
+    mode: str, name: str, data: list[list[tuple[Tensor, Tensor]]], dtype: torch.dtype
+) -> list[Tensor]:
     """Each worker's weights at the end."""
 
     def body(worker: int, link: NetworkLink) -> Tensor:
@@ -118,12 +125,18 @@ def test_uneven_batches_weigh_by_samples() -> None:
 @pytest.mark.parametrize("name", ["sgd", "momentum"])
 def test_local_with_interval_1_equals_sync_for_sgd(name: str) -> None:
     data = make_data(2, torch.float64)
-    sync, local = train_in_job("sync", name, data, torch.float64), train_in_job("local", name, data, torch.float64)
+    sync, local = (
+        train_in_job("sync", name, data, torch.float64),
+        train_in_job("local", name, data, torch.float64),
+    )
     assert distance(sync[0], local[0]) < 1e-12
     assert torch.equal(local[0], local[1])
 
 
 def test_local_with_interval_1_differs_from_sync_for_adamw() -> None:
     data = make_data(2, torch.float64)
-    sync, local = train_in_job("sync", "adamw", data, torch.float64), train_in_job("local", "adamw", data, torch.float64)
+    sync, local = (
+        train_in_job("sync", "adamw", data, torch.float64),
+        train_in_job("local", "adamw", data, torch.float64),
+    )
     assert distance(sync[0], local[0]) > 1e-3

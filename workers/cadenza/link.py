@@ -38,11 +38,22 @@ class Link(Protocol):
     """This worker's number, from 0."""
 
     timings: Timings
-    push_bytes: int
-    pull_bytes: int
-    raw_push_bytes: int
-    raw_pull_bytes: int
-    """Bytes so far, with frame headers on the wire, and before the codec."""
+
+    @property
+    def push_bytes(self) -> int:
+        """Bytes sent to shards so far, frame headers included."""
+
+    @property
+    def pull_bytes(self) -> int:
+        """Bytes received from shards so far, frame headers included."""
+
+    @property
+    def raw_push_bytes(self) -> int:
+        """The values that were sent, before the codec."""
+
+    @property
+    def raw_pull_bytes(self) -> int:
+        """The values that were received, before the codec."""
 
     def join(self, layout: Layout, *, node: str, device: str) -> Joined:
         """Wait for the job's other workers and connect to the shards.
