@@ -142,9 +142,7 @@ def held_out_batches(tail: Tensor, device: torch.device) -> list[tuple[Tensor, T
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on leased windows; ``config`` may hold lr, batch_size, stride (characters), threads and seed."""
-    if "threads" in config:
-        torch.set_num_threads(config["threads"])
+    """Train on leased windows; ``config`` may hold lr, batch_size, stride (characters) and seed."""
     torch.manual_seed(config.get("seed", 0))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     head, tail, vocabulary = load()

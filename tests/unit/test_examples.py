@@ -1,8 +1,10 @@
-"""The examples: their data, models and specs, and that they learn alone, without a job."""
+"""The examples: their data, models and specs, and that they learn alone, without a job; and the session benchmark."""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from benchmarks import session as benchmark
 from torch import Tensor, nn
 
 from cadenza.spec import JobSpec
@@ -67,6 +70,25 @@ def test_digits_accuracy_counts_the_right_answers(digits: Any) -> None:
     _, held_out = digits.load()
     threes = int((held_out.tensors[1] == 3).sum())
     assert digits.evaluate(AlwaysThree(), held_out, CPU)["accuracy"] == pytest.approx(threes / 360)
+
+
+def test_digits_learn_alone_and_the_seed_decides_everything(
+    digits: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (first := reported(digits, {"epochs": 2, "seed": 1}, caplog)) == reported(
+        digits, {"epochs": 2, "seed": 1}, caplog
+    )
+    assert first != reported(digits, {"epochs": 2, "seed": 2}, caplog)
+    assert len(first) == 3  # after each epoch, and at the end
+    assert float(first[-1].split("accuracy ")[1].split(",")[0]) > 0.85
+
+
+def reported(example: Any, config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a run outside a job reports, as it is logged."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="cadenza"):
+        example.train(config)
+    return [record.getMessage() for record in caplog.records]
 
 
 # --- charlm ------------------------------------------------------------------------------------------
@@ -139,6 +161,17 @@ def test_charlm_starts_at_the_loss_of_a_guess(charlm: Any) -> None:
     assert loss == pytest.approx(torch.tensor(50.0).log().item(), abs=0.2)
 
 
+def test_charlm_learns_alone(
+    charlm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, tail, vocabulary = charlm.load()
+    monkeypatch.setattr(charlm, "load", lambda: (head[:10_000], tail, vocabulary))
+    monkeypatch.setattr(charlm, "DEPTH", 1)
+    reports = reported(charlm, {"lr": 2e-3}, caplog)
+    untrained = torch.tensor(float(vocabulary)).log().item()
+    assert float(reports[-1].split("eval_loss ")[1]) < untrained - 1
+
+
 # --- specs -------------------------------------------------------------------------------------------
 
 
@@ -164,3 +197,25 @@ def test_charlm_takes_every_mode_by_one_setting(mode: str) -> None:
 def test_the_demo_has_two_workers_and_two_shards_in_local_mode() -> None:
     demo = spec(EXAMPLES / "demo.yaml")
     assert (demo.workers.min, demo.servers.count, demo.sync.mode) == (2, 2, "local")
+
+
+# --- the session benchmark ---------------------------------------------------------------------------
+
+
+def test_the_benchmark_finds_a_cost_that_is_there() -> None:
+    def costly(loss: Tensor) -> None:
+        until = time.perf_counter() + 300e-6
+        while time.perf_counter() < until:
+            pass
+
+    loop = (benchmark.tiny_model(), lambda loss: None)
+    samples = benchmark.alternate(loop, (loop[0], costly), pairs=6)
+    assert len(samples) == 6
+    assert benchmark.summarise("tiny", loop[0], samples).overhead_us > 150
+
+
+def test_the_benchmark_is_not_moved_by_an_interrupted_block() -> None:
+    samples = [benchmark.Sample(plain_us=100, session_us=110)] * 9 + [benchmark.Sample(100, 50_000)]
+    result = benchmark.summarise("deep", benchmark.deep_model(), samples)
+    assert (result.overhead_us, result.plain_us, result.session_us) == (10, 100, 110)
+    assert (result.tensors, result.parameters) == (60, 30 * (32 * 32 + 32))
