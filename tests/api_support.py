@@ -14,7 +14,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from cadenza_api.app import create_app
+from cadenza_api.server.app import create_app
 from cadenza_service.lifecycle import JobState
 from cadenza_service.records import Reason
 from cadenza_service.settings import Settings

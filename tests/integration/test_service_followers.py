@@ -62,7 +62,7 @@ def service(home: Path, folder: Path, **variables: str) -> Iterator[Running]:
     }
     with (home.with_suffix(".log")).open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cadenza_api.deploy"],
+            [sys.executable, "-P", "-m", "cadenza_api.server.deploy"],
             cwd=folder,
             env=env,
             stdin=subprocess.PIPE,
@@ -225,7 +225,7 @@ def test_a_taken_port_is_told_in_a_line(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         env = os.environ | {"CADENZA_HOME": str(tmp_path / "home"), "CADENZA_PORT": port}
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "cadenza_api.deploy"],
+            [sys.executable, "-P", "-m", "cadenza_api.server.deploy"],
             cwd=tmp_path,
             env=env,
             stdin=subprocess.DEVNULL,

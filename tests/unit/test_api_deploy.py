@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_api import deploy
-from cadenza_api.secret_file import write_secret
+from cadenza_api.server import deploy
+from cadenza_api.server.secret_file import write_secret
 from cadenza_service.settings import Settings
 
 RAY_VARIABLES = (
@@ -57,7 +57,7 @@ def test_what_the_environment_says_of_ray_stands(tmp_path: Path, monkeypatch: py
 def test_wrong_settings_are_told_without_their_values(tmp_path: Path) -> None:
     env = os.environ | {"CADENZA_DATABASE_URL": "postgresql://me:hunter2@db/x", "CADENZA_PORT": "many"}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "cadenza_api.deploy"],
+        [sys.executable, "-P", "-m", "cadenza_api.server.deploy"],
         cwd=tmp_path,
         env=env,
         capture_output=True,

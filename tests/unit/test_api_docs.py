@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastapi.routing import APIRoute
 
-from cadenza_api import routes_files, routes_following, routes_jobs, routes_operations
+from cadenza_api.server import routes_files, routes_following, routes_jobs, routes_operations
 from cadenza_service.lifecycle import JobState
 
 ROOT = Path(__file__).resolve().parents[2]

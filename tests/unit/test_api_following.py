@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from cadenza.spec import JobSpec
-from cadenza_api import followers as following
-from cadenza_api.followers import FollowedRow, Followers, FollowingStopped, Topic
+from cadenza_api.server import followers as following
+from cadenza_api.server.followers import FollowedRow, Followers, FollowingStopped, Topic
 from cadenza_service.lifecycle import JobState
 from cadenza_service.records import JobNotFound, Reason
 from cadenza_service.snapshot import JobSnapshot, LogLine, Progress, Telemetry

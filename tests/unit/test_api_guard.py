@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from starlette.types import Message
 
-from cadenza_api.guard import bounded
-from cadenza_api.problems import Problem
+from cadenza_api.server.guard import bounded
+from cadenza_api.server.problems import Problem
 from tests.api_support import SPEC, URL, Api, problem, running_api
 
 TOKEN = "s3cret-ü"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cadenza_api import metrics
-from cadenza_api.metrics import METRICS, JobCollector
+from cadenza_api.server import metrics
+from cadenza_api.server.metrics import METRICS, JobCollector
 from cadenza_service.lifecycle import JobState
 from cadenza_service.snapshot import Histogram, JobSnapshot, Progress, Telemetry, WorkerStatus
 from tests.api_support import Api, problem, running_api

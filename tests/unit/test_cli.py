@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cadenza_api import patience, watching
-from cadenza_api.cli import main
+from cadenza_api.cli.main import main
+from cadenza_api.client import patience, watching
 from tests.unit.fake_service import FakeService, event, problem
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: too deep'
@@ -333,7 +333,7 @@ def test_help_tells_the_exit_codes(run: Run) -> None:
 
 def test_client_commands_load_neither_ray_nor_torch_nor_the_database() -> None:
     code = (
-        "import sys, httpx, cadenza_api.cli as cli\n"
+        "import sys, httpx, cadenza_api.cli.main as cli\n"
         "answer = httpx.MockTransport(lambda request: httpx.Response(200, json={'items': []}))\n"
         "try: cli.main(['jobs'], transport=answer)\n"
         "except SystemExit as end: assert not end.code\n"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cadenza_api.client_types import EventView, JobView, ProgressView
-from cadenza_api.progress import Lines, display
-from cadenza_api.rendering import progress_text, seconds_left
+from cadenza_api.cli.progress import Lines, display
+from cadenza_api.cli.rendering import progress_text, seconds_left
+from cadenza_api.client.watching import Update
 from cadenza_api.sizes import human_bytes, human_seconds
-from cadenza_api.watching import Update
+from cadenza_api.views import EventView, JobView, ProgressView
 
 TRAINED = {"samples": 250, "total_samples": 1000, "loss": 0.5, "samples_per_second": 50.0}
 

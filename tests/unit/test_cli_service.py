@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from cadenza_api import cli_service, demo, service_process, watching
-from cadenza_api.cli import main
-from cadenza_api.service_process import ServiceFailed, running
+from cadenza_api.cli import demo, service_process
+from cadenza_api.cli import service as cli_service
+from cadenza_api.cli.main import main
+from cadenza_api.cli.service_process import ServiceFailed, running
+from cadenza_api.client import watching
 from cadenza_service.settings import Settings
 from tests.unit.fake_service import FakeService
 
@@ -119,7 +121,7 @@ def test_a_killed_parent_takes_its_child_along(settings: Settings) -> None:
     code = (
         "import sys, time\n"
         "from cadenza_service.settings import Settings\n"
-        "from cadenza_api.service_process import running\n"
+        "from cadenza_api.cli.service_process import running\n"
         f"with running(Settings(port=0), {command(RECORDING)!r}):\n"
         "    print('up', flush=True); time.sleep(60)\n"
     )

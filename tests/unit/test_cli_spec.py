@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cadenza_api.spec_file import LocalSpec, SpecError, load_spec
+from cadenza_api.cli.spec_file import LocalSpec, SpecError, load_spec
+from cadenza_api.cli.yaml_text import parse
 from cadenza_api.user_errors import UserError
-from cadenza_api.yaml_text import parse
 
 MINIMAL = "name: char\nentrypoint: train:main\n"
 

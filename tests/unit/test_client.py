@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from cadenza.spec import JobSpec, Sync
-from cadenza_api.address import is_loopback
-from cadenza_api.client import Client
-from cadenza_api.problems_seen import ApiError, Unreachable
+from cadenza_api.client.address import is_loopback
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError, Unreachable
 from cadenza_api.user_errors import ExitCode, UserError
 from tests.unit.fake_service import FakeService, event, problem
 

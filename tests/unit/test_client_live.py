@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 
 from cadenza.spec import JobSpec, RuntimeEnv
-from cadenza_api import watching
-from cadenza_api.app import create_app
-from cadenza_api.cli import main
-from cadenza_api.client import Client
-from cadenza_api.problems_seen import ApiError
+from cadenza_api.cli.main import main
+from cadenza_api.client import watching
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError
+from cadenza_api.server.app import create_app
 from cadenza_service.lifecycle import JobState
 from cadenza_service.records import Reason
 from cadenza_service.settings import Settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from cadenza_api.client import Client
-from cadenza_api.event_stream import Message, messages
-from cadenza_api.problems_seen import ApiError, Unreachable
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError, Unreachable
+from cadenza_api.client.event_stream import Message, messages
 from tests.unit.fake_service import FakeService, event, problem, sse
 
 PATH = "/v1/jobs/a-1/events"

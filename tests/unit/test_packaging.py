@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_api import packaging
-from cadenza_api.packaging import FolderTooLarge, PackagingError, describe, list_files, packed
+from cadenza_api.client import packaging
+from cadenza_api.client.packaging import FolderTooLarge, PackagingError, describe, list_files, packed
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from cadenza_api.client_types import CheckpointView, EventView, JobView, LogView, ProgressView, WorkerView
 from cadenza_api.sizes import human_bytes, human_seconds
+from cadenza_api.views import CheckpointView, EventView, JobView, LogView, ProgressView, WorkerView
 
 LABEL_WIDTH = 10
 

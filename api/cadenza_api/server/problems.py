@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from cadenza_api.answers import JsonResponse
+from cadenza_api.server.answers import JsonResponse
 from cadenza_api.user_errors import FieldProblem
 from cadenza_service.records import IdempotencyConflict, InvalidCursor, JobEnded, JobNotFound
 from cadenza_service.storage import BadPackage, CheckpointNotFound, PackageNotFound, PackageTooLarge

@@ -26,13 +26,13 @@ import httpx
 from pydantic import ValidationError
 
 from cadenza.spec import JobSpec
-from cadenza_api.address import DEFAULT_URL, checked, is_loopback
-from cadenza_api.client_types import Answer, CheckpointView, EventView, JobView, LogView
-from cadenza_api.event_stream import Message, messages
-from cadenza_api.packaging import Package, describe, packed
-from cadenza_api.patience import Patience
-from cadenza_api.problems_seen import ApiError, Unreachable, raise_for_problem
+from cadenza_api.client.address import DEFAULT_URL, checked, is_loopback
+from cadenza_api.client.errors import ApiError, Unreachable, raise_for_problem
+from cadenza_api.client.event_stream import Message, messages
+from cadenza_api.client.packaging import Package, describe, packed
+from cadenza_api.client.patience import Patience
 from cadenza_api.user_errors import UserError
+from cadenza_api.views import Answer, CheckpointView, EventView, JobView, LogView
 
 CONNECT_TIMEOUT_S = 5.0
 STREAM_SILENCE_S = 60.0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cadenza_api.cli_common import (
+from cadenza_api.cli.common import (
     JobArgument,
     JsonOption,
     connection_of,
@@ -18,9 +18,9 @@ from cadenza_api.cli_common import (
     plain,
     print_result,
 )
-from cadenza_api.client_types import LogView
-from cadenza_api.rendering import end_text, job_lines, jobs_lines, log_text
+from cadenza_api.cli.rendering import end_text, job_lines, jobs_lines, log_text
 from cadenza_api.sizes import human_bytes
+from cadenza_api.views import LogView
 from cadenza_service.lifecycle import JobState
 
 StateOption = Annotated[

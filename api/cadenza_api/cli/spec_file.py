@@ -12,9 +12,9 @@ import yaml
 from pydantic import ValidationError
 
 from cadenza.spec import JobSpec
+from cadenza_api.cli.yaml_text import parse
 from cadenza_api.spec_problems import field_problems
 from cadenza_api.user_errors import FieldProblem, UserError, bullet_list
-from cadenza_api.yaml_text import parse
 
 
 class SpecError(UserError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cadenza_api.client import Client
-from cadenza_api.client_types import EventView, JobView
-from cadenza_api.patience import Patience
-from cadenza_api.problems_seen import ApiError, Unreachable
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError, Unreachable
+from cadenza_api.client.patience import Patience
+from cadenza_api.views import EventView, JobView
 
 INTERVAL_S = 1.0
 """The service stores progress at most once a second, so that asking more often shows nothing new."""

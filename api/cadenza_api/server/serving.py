@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from ray import serve
 
-from cadenza_api.app import create_app
+from cadenza_api.server.app import create_app
 from cadenza_service.settings import Settings
 from cadenza_service.storage import Storage
 from cadenza_service.store import Store

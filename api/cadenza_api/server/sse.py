@@ -14,9 +14,9 @@ from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from cadenza_api.answers import event_answer, log_answer, to_json
-from cadenza_api.followers import Followers, FollowingStopped, Topic
-from cadenza_api.problems import Problem, invalid_request
+from cadenza_api.server.answers import event_answer, log_answer, to_json
+from cadenza_api.server.followers import Followers, FollowingStopped, Topic
+from cadenza_api.server.problems import Problem, invalid_request
 from cadenza_api.user_errors import FieldProblem
 from cadenza_service.lifecycle import JobState
 from cadenza_service.records import StoredEvent, StoredLog

@@ -17,8 +17,8 @@ import httpx
 import ray
 from ray import serve
 
-from cadenza_api.secret_file import write_secret
-from cadenza_api.serving import APPLICATION, application
+from cadenza_api.server.secret_file import write_secret
+from cadenza_api.server.serving import APPLICATION, application
 from cadenza_service import cluster
 from cadenza_service.controller import start_controller
 from cadenza_service.settings import Settings

@@ -10,7 +10,7 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from cadenza.spec import JobSpec
-from cadenza_api.problems import Problem, invalid_spec
+from cadenza_api.server.problems import Problem, invalid_spec
 from cadenza_api.spec_problems import field_problems
 from cadenza_api.user_errors import FieldProblem
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from cadenza_api.address import DEFAULT_URL
-from cadenza_api.cli_common import ENDS, Connection, JsonOption, connection_of, note, print_result
-from cadenza_api.client import Client
-from cadenza_api.demo import next_steps, run_demo, summary_lines
-from cadenza_api.problems_seen import ApiError, Unreachable
-from cadenza_api.progress import display
+from cadenza_api.cli.common import ENDS, Connection, JsonOption, connection_of, note, print_result
+from cadenza_api.cli.demo import next_steps, run_demo, summary_lines
+from cadenza_api.cli.progress import display
+from cadenza_api.client.address import DEFAULT_URL
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError, Unreachable
 from cadenza_api.user_errors import UserError, bullet_list
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def up(
     as_json: JsonOption = False,
 ) -> None:
     """Run the service on this machine until Ctrl-C. Jobs that were unfinished go on at the next `up`."""
-    from cadenza_api.service_process import running
+    from cadenza_api.cli.service_process import running
 
     connection = connection_of(context)
     settings = _settings(connection, host=host, port=port, home=home)
@@ -64,7 +64,7 @@ def demo(context: typer.Context, keep: KeepOption = False, as_json: JsonOption =
 
     Uses the service at --url if one answers there; otherwise runs one for as long as it takes.
     """
-    from cadenza_api.service_process import running
+    from cadenza_api.cli.service_process import running
 
     connection = connection_of(context)
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ from typing import IO
 from cadenza_api.user_errors import ExitCode, UserError
 from cadenza_service.settings import Settings
 
-COMMAND = (sys.executable, "-P", "-m", "cadenza_api.deploy")
+COMMAND = (sys.executable, "-P", "-m", "cadenza_api.server.deploy")
 START_TIMEOUT_S = 180.0
 """A cold start on a small machine takes about half a minute."""
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cadenza_api.problems import Problem
+from cadenza_api.server.problems import Problem
 from cadenza_service.settings import Settings, is_loopback
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from cadenza_api.followers import Followers
-from cadenza_api.sse import StreamSlots
+from cadenza_api.server.followers import Followers
+from cadenza_api.server.sse import StreamSlots
 from cadenza_service.settings import Settings
 from cadenza_service.storage import Storage
 from cadenza_service.store import Store

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Depends, Header, Query
 from starlette.responses import Response
 
 from cadenza.spec import JobSpec
-from cadenza_api.answers import JsonResponse, job_answer
-from cadenza_api.body import WORKING_DIR, read_spec
-from cadenza_api.client_types import JobView
-from cadenza_api.problems import Problem
-from cadenza_api.services import Given
+from cadenza_api.server.answers import JsonResponse, job_answer
+from cadenza_api.server.body import WORKING_DIR, read_spec
+from cadenza_api.server.problems import Problem
+from cadenza_api.server.services import Given
 from cadenza_api.user_errors import FieldProblem
+from cadenza_api.views import JobView
 from cadenza_service.lifecycle import TERMINAL, JobState
 from cadenza_service.storage import PackageNotFound, Storage
 

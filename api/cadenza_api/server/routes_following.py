@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from cadenza_api.answers import JsonResponse, event_answer, log_answer
-from cadenza_api.followers import Topic
-from cadenza_api.services import Given, Services
-from cadenza_api.sse import FollowResponse, messages, resume_after, wants_stream
+from cadenza_api.server.answers import JsonResponse, event_answer, log_answer
+from cadenza_api.server.followers import Topic
+from cadenza_api.server.services import Given, Services
+from cadenza_api.server.sse import FollowResponse, messages, resume_after, wants_stream
 
 ROWS_LIMIT = 1_000
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from cadenza_api.client_types import JobView
-from cadenza_api.rendering import event_text, left_text, loss_text, progress_text, rate_text, samples_text
-from cadenza_api.watching import Update
+from cadenza_api.cli.rendering import event_text, left_text, loss_text, progress_text, rate_text, samples_text
+from cadenza_api.client.watching import Update
+from cadenza_api.views import JobView
 
 LINE_EVERY_S = 5.0
 """A log file shall show that the job goes on, and not be filled by it."""

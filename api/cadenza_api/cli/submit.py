@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from cadenza.spec import JobSpec
-from cadenza_api.cli_common import JsonOption, connection_of, finish, follow, note, print_result
-from cadenza_api.client import Client
-from cadenza_api.packaging import packed
+from cadenza_api.cli.common import JsonOption, connection_of, finish, follow, note, print_result
+from cadenza_api.cli.spec_file import LocalSpec, load_spec
+from cadenza_api.client.client import Client
+from cadenza_api.client.packaging import packed
 from cadenza_api.sizes import human_bytes
-from cadenza_api.spec_file import LocalSpec, load_spec
 
 SpecArgument = Annotated[
     Path, typer.Argument(metavar="SPEC", help="A YAML or JSON file.", show_default=False)

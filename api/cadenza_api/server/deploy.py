@@ -1,4 +1,4 @@
-"""The service as a process of its own: ``python -P -m cadenza_api.deploy``.
+"""The service as a process of its own: ``python -P -m cadenza_api.server.deploy``.
 
 It takes its settings from the environment, prints one line of JSON with its ``url`` when it is ready, and runs
 until it gets SIGTERM or SIGINT, or the pipe that is its standard input closes. Then everything that it started
@@ -19,7 +19,7 @@ from types import FrameType
 
 from pydantic import ValidationError
 
-from cadenza_api.secret_file import write_secret
+from cadenza_api.server.secret_file import write_secret
 from cadenza_service.settings import Settings
 
 ARM_EVERY_S = 0.2
@@ -47,7 +47,7 @@ def main() -> None:
 def _run(settings: Settings, stop: threading.Event) -> str | None:
     """Run the service until told to stop; returns what hindered it, if that was foreseen."""
     # Ray reads its environment when it is imported.
-    from cadenza_api.local_service import NotReady, Unwanted, run_service
+    from cadenza_api.server.local_service import NotReady, Unwanted, run_service
     from cadenza_service.records import SchemaTooNew
 
     try:

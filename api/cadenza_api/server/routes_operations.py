@@ -10,10 +10,10 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from cadenza_api.answers import JsonResponse
-from cadenza_api.metrics import exposition
-from cadenza_api.problems import Problem
-from cadenza_api.services import Given
+from cadenza_api.server.answers import JsonResponse
+from cadenza_api.server.metrics import exposition
+from cadenza_api.server.problems import Problem
+from cadenza_api.server.services import Given
 
 CONTROLLER_SILENCE_S = 15.0
 """The controller gives a sign of life every few seconds; without one for so long, new jobs would only wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from cadenza_api.problems_seen import ApiError, Unreachable
+from cadenza_api.client.errors import ApiError, Unreachable
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 8.0

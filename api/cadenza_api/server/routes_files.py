@@ -8,9 +8,9 @@ from fastapi import APIRouter, Path, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
-from cadenza_api.answers import JsonResponse, checkpoint_answer
-from cadenza_api.problems import Problem
-from cadenza_api.services import Given, Services
+from cadenza_api.server.answers import JsonResponse, checkpoint_answer
+from cadenza_api.server.problems import Problem
+from cadenza_api.server.services import Given, Services
 from cadenza_service.lifecycle import TERMINAL
 from cadenza_service.records import Job
 from cadenza_service.storage import Checkpoint, PackageTooLarge

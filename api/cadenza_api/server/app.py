@@ -10,11 +10,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from cadenza.spec import JobSpec
-from cadenza_api import problems, routes_files, routes_following, routes_jobs, routes_operations
-from cadenza_api.followers import TICK_S, Followers
-from cadenza_api.guard import Guard
-from cadenza_api.services import Services
-from cadenza_api.sse import StreamSlots
+from cadenza_api.server import problems, routes_files, routes_following, routes_jobs, routes_operations
+from cadenza_api.server.followers import TICK_S, Followers
+from cadenza_api.server.guard import Guard
+from cadenza_api.server.services import Services
+from cadenza_api.server.sse import StreamSlots
 from cadenza_service.settings import Settings
 from cadenza_service.storage import Storage
 from cadenza_service.store import Store

@@ -13,14 +13,14 @@ import httpx
 import typer
 from pydantic import BaseModel
 
-from cadenza_api.address import DEFAULT_URL
-from cadenza_api.client import Client
-from cadenza_api.client_types import JobView
-from cadenza_api.problems_seen import ApiError
-from cadenza_api.progress import display
-from cadenza_api.rendering import end_text
+from cadenza_api.cli.progress import display
+from cadenza_api.cli.rendering import end_text
+from cadenza_api.client.address import DEFAULT_URL
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError
+from cadenza_api.client.watching import updates
 from cadenza_api.user_errors import ExitCode, UserError
-from cadenza_api.watching import updates
+from cadenza_api.views import JobView
 
 LATEST = "latest"
 SEARCHED = 1000

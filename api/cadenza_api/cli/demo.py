@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import cadenza_api
-from cadenza_api.cli_submit import with_code
-from cadenza_api.client import Client
-from cadenza_api.client_types import JobView
-from cadenza_api.problems_seen import ApiError, Unreachable
-from cadenza_api.progress import Display
-from cadenza_api.rendering import metrics_text
+from cadenza_api.cli.progress import Display
+from cadenza_api.cli.rendering import metrics_text
+from cadenza_api.cli.spec_file import load_spec
+from cadenza_api.cli.submit import with_code
+from cadenza_api.client.client import Client
+from cadenza_api.client.errors import ApiError, Unreachable
+from cadenza_api.client.watching import updates
 from cadenza_api.sizes import human_bytes, human_seconds
-from cadenza_api.spec_file import load_spec
 from cadenza_api.user_errors import UserError
-from cadenza_api.watching import updates
+from cadenza_api.views import JobView
 
 SPEC_NAME = "demo.yaml"
 TIMEOUT_S = 1800.0

@@ -15,9 +15,11 @@ from typing import Annotated
 import httpx
 import typer
 
-from cadenza_api import cli_jobs, cli_service, cli_submit
-from cadenza_api.address import DEFAULT_URL
-from cadenza_api.cli_common import Connection, connection_of
+from cadenza_api.cli import jobs as cli_jobs
+from cadenza_api.cli import service as cli_service
+from cadenza_api.cli import submit as cli_submit
+from cadenza_api.cli.common import Connection, connection_of
+from cadenza_api.client.address import DEFAULT_URL
 from cadenza_api.user_errors import UserError
 
 EPILOG = """\b
