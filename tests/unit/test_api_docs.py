@@ -15,7 +15,7 @@ FROM_THE_FRAMEWORK = {("404", "not_found"), ("405", "method_not_allowed")}
 
 def raised() -> set[tuple[str, str]]:
     """Status and code of every problem that the source makes."""
-    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "api" / "cadenza_api").glob("*.py"))
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "api" / "cadenza_api").rglob("*.py"))
     return {found for text in sources for found in re.findall(r'\bProblem\(\s*(\d{3}),\s*"([a-z_]+)"', text)}
 
 
