@@ -149,11 +149,12 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         code = (
-            "from cadenza_api import cli, service_process\n"
+            "from cadenza_api.cli import service_process\n"
+            "from cadenza_api.cli.main import main\n"
             f"service_process.COMMAND = {command(RECORDING)!r}\n"
             "from tests.unit.fake_service import FakeService\n"
             "fake = FakeService(); fake.add('char-1'); fake.add('char-2', 'FAILED')\n"
-            f"cli.main({list(arguments)!r}, transport=fake.transport)\n"
+            f"main({list(arguments)!r}, transport=fake.transport)\n"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
