@@ -48,7 +48,7 @@ from tests.memory import VECTOR, vector_layout
 T = TypeVar("T")
 LENGTH = 6
 SOON_S = 5.0
-PROMPTLY_S = 2.0
+PROMPTLY_S = 5.0
 """Far below the deadlines of rounds (30 s) and workers (60 s), which a worker that is let go must not need."""
 
 

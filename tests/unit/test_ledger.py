@@ -118,7 +118,7 @@ class Leasing(RuleBasedStateMachine):
 
 
 TestLeasing = Leasing.TestCase
-TestLeasing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLeasing.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 @settings(deadline=None)

@@ -32,7 +32,7 @@ def commit(
 
 
 @settings(deadline=None)
-@given(workers=st.integers(1, 64), each=st.integers(1, 50))
+@given(workers=st.integers(1, 64), each=st.integers(1, 20))
 def test_shares_of_steps_add_up_to_whole_ones(workers: int, each: int) -> None:
     progress = progress_of()
     for count in range(1, workers * each + 1):

@@ -303,7 +303,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("mode", ["sync", "local", "ssp", "async"])
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**32 - 1),
     workers=st.integers(1, 4),
