@@ -43,10 +43,10 @@ class Settings(BaseSettings):
     """The largest package of user code that is taken."""
 
     round_timeout_s: float = Field(600, gt=0)
-    """How long a synchronisation round waits for its members before it names and drops those missing."""
+    """How long a round waits for a worker before the job fails, naming it."""
 
     join_timeout_s: float = Field(120, gt=0)
-    """How long a started worker may take until it has joined the job."""
+    """How long the first worker that joins a job waits for the last."""
 
     start_timeout_s: float = Field(300, gt=0)
     """How long a job's processes may take to start, its packages' installation included."""
