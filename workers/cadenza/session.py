@@ -20,18 +20,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from cadenza import context
-from cadenza.averaging import GradientAveraging, WeightAveraging
 from cadenza.data import Feed, Used, source_of
-from cadenza.evaluation import Asked, Evaluation
+from cadenza.ensemble import Ensemble
 from cadenza.flat import FlatModel
 from cadenza.inventory import BufferPolicy
 from cadenza.link import Link
-from cadenza.messages import Joined, Note, Notice
-from cadenza.meter import Meter
+from cadenza.messages import Joined, Notice
 from cadenza.schedule import Schedule, Scheduler
 from cadenza.solo import SoloLink, show_reports
 from cadenza.stepping import Averaged, Stepper, check_optimizer
-from cadenza.tally import Tally
 
 Style = Literal["step", "stepped"]
 """Who steps the optimizer: the session, or the user's own loop."""
@@ -94,26 +91,17 @@ class Session:
     ) -> None:
         check_optimizer(optimizer)
         flat = FlatModel(model, optimizer, buffers)
-        self._schedule = Schedule(optimizer, scheduler)
-        self._joined: Joined = link.join(flat.layout, node=platform.node(), device=flat.device)
-        self._schedule.check_mode(self._joined.mode)
+        schedule = Schedule(optimizer, scheduler)
         self._link = link
+        self._joined: Joined = link.join(flat.layout, node=platform.node(), device=flat.device)
+        schedule.check_mode(self._joined.mode)
+        self._sync = self._joined.mode == "sync"
         self._stepper = Stepper(optimizer, scaler, flat.parameters)
-        self._tally = Tally()
-        self._evaluation = Evaluation(link)
-        self._averaging = (
-            GradientAveraging(flat, link, self._joined)
-            if self._joined.mode == "sync"
-            else WeightAveraging(flat, link, self._joined, optimizer)
-        )
-        self._interval = self._joined.local_steps
+        self._ensemble = Ensemble(link, self._joined, flat, optimizer, self._stepper, schedule)
+        self._tally = self._ensemble.tally
         self._phase = Phase.JOINED
-        self._last = False
         self._style: Style | None = None
         self._accumulating = False
-        self._clip_norm: float | None = None
-        self._clips_alike = True
-        """Whether every step clipped by the same norm, so that a missed round can be repeated."""
         self._averaged: tuple[Averaged, int] | None = None
         """Own loops in sync mode: the latest round, and the samples in it, until the step is told of."""
         self._batch_samples: int | None = None
@@ -122,10 +110,9 @@ class Session:
         """In the batches yielded since an own loop's latest step."""
         self._no_data = False
         """Whether the data, or training, ended before this worker got any."""
-        self._averaging.begin(publish=self._joined.publish)
+        self._ensemble.begin()
         if flat.untrained:
             self._notice_untrained(flat.untrained)
-        self._meter = Meter(link)
 
     # --- what a loop sees ---
 
@@ -142,22 +129,22 @@ class Session:
     @property
     def version(self) -> int:
         """The committed version that the latest round brought."""
-        return self._note.version
+        return self._ensemble.note.version
 
     @property
     def round(self) -> int:
         """The number of the latest round."""
-        return self._note.round
+        return self._ensemble.note.round
 
     @property
     def steps(self) -> int:
         """Optimizer steps of this worker."""
-        return self._meter.steps
+        return self._ensemble.steps
 
     @property
     def should_stop(self) -> bool:
         """Whether training is to end; for loops without :meth:`batches`, which ends by itself."""
-        return bool(self._note.stop)
+        return bool(self._ensemble.note.stop)
 
     def batches(
         self,
@@ -221,25 +208,22 @@ class Session:
             self._tally.loss(loss, count)
             return
         self._begin_step("step")
-        if clip_norm != self._clip_norm:
-            self._clips_alike = not self._meter.steps
-            self._clip_norm = clip_norm
         self._tally.samples(count)
         self._tally.loss(loss, count)
         stepped = self._tally.step()
-        if isinstance(self._averaging, GradientAveraging):
+        if self._sync:
             self._stepper.unscale()
-            self._stepper.apply(self._average(self._averaging), clip_norm)
+            self._stepper.apply(self._ensemble.average(), clip_norm)
         else:
             self._stepper.step(clip_norm)
         self._stepper.clear()
-        self._end_step(stepped)
+        self._ensemble.end_step(stepped)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, :meth:`step` belongs to a micro-batch: gradients add up until the next step outside."""
         self._check_open("session.accumulate")
-        self._come_back()
+        self._ensemble.come_back()
         self._accumulating = True
         try:
             yield
@@ -255,7 +239,7 @@ class Session:
             samples: as in :meth:`step`; by default those of the batches yielded since the latest step.
         """
         self._begin_step("stepped")
-        if not isinstance(self._averaging, GradientAveraging):
+        if not self._sync:
             return
         if self._averaged is not None:
             raise RuntimeError(
@@ -265,7 +249,7 @@ class Session:
         self._stepper.check_unscaled()
         self._tally.samples(count)
         self._tally.step()
-        averaged = self._average(self._averaging)
+        averaged = self._ensemble.average()
         if averaged is Averaged.OTHERS:
             self._stepper.hide_overflow()
         self._averaged = (averaged, count)
@@ -280,28 +264,25 @@ class Session:
         Raises:
             RuntimeError: in sync mode, :meth:`average_gradients` was not called before the optimizer.
         """
-        if isinstance(self._averaging, GradientAveraging):
+        if self._sync:
             count = self._told_of_average(samples)
         else:
-            self._stay()
+            self._ensemble.stay()
             self._begin_step("stepped")
             count = self._counted(samples, self._read_samples or self._batch_samples)
             self._tally.samples(count)
             self._tally.step()
         self._tally.loss(loss, count)
         self._read_samples = 0
-        self._end_step(count)
+        self._ensemble.end_step(count)
 
     def evaluation_due(self) -> bool:
         """Whether to evaluate now: true, once, on one worker at a time, when its model holds committed weights.
 
         The other workers go on meanwhile, and this one catches up when it reports, or takes its next batch or step.
         """
-        leave = self._phase is Phase.OPEN and self._may_leave()
-        due = self._evaluation.due(leave=leave)
-        if due:
-            self._meter.pause()
-        return due
+        # Own loops may clip or do anything else to a mean gradient, which a worker that missed it could not repeat.
+        return self._ensemble.evaluation_due(repeatable=self._style == "step")
 
     def report(self, **metrics: float) -> None:
         """Pass metrics on to the job's events and to ``stop.target``.
@@ -310,8 +291,8 @@ class Session:
             TypeError: a value is not a number.
         """
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        self._link.report(numbers, self._meter.steps)
-        self._come_back()
+        self._link.report(numbers, self._ensemble.steps)
+        self._ensemble.come_back()
 
     def finish(self) -> None:
         """Contribute what is pending and leave the rounds; done by the end of :meth:`batches` and of the with-block.
@@ -321,25 +302,17 @@ class Session:
         """
         if self._phase in (Phase.FINISHED, Phase.CLOSED):
             return
-        if not self._meter.steps and not self._no_data:
+        if not self._ensemble.steps and not self._no_data:
             raise RuntimeError(
                 "session.step was never called: nothing was trained; call session.step(loss) after each loss.backward()"
             )
-        self._come_back()
-        if self._tally.steps:
-            self._merge()
-        self._meter.tell(None)
-        self._last = self._link.finish()
+        self._ensemble.finish()
         self._phase = Phase.FINISHED
-        if self._last and isinstance(self._averaging, WeightAveraging):
-            self._averaging.catch_up()
-        self._evaluation.ask(self._last)
 
     def __enter__(self) -> Self:
         if self._phase is not Phase.JOINED:
             raise RuntimeError("a session is entered once; join again for another one")
         self._phase = Phase.OPEN
-        self._meter.resume()
         return self
 
     def __exit__(
@@ -348,29 +321,17 @@ class Session:
         try:
             if kind is None:
                 self.finish()
-                self._complete()
+                self._ensemble.complete()
         finally:
             self._phase = Phase.CLOSED
 
     # --- a step ---
 
-    @property
-    def _note(self) -> Note:
-        return self._averaging.exchanger.note
-
     def _begin_step(self, style: Style) -> None:
         if self._phase is not Phase.OPEN or self._style is not style:
             self._check_open(f"session.{style}")
             self._use(style)
-        if self._evaluation.state is not Asked.NO:
-            self._come_back()
-            self._evaluation.ask(False)
-
-    def _end_step(self, samples: int) -> None:
-        self._meter.step(samples)
-        self._schedule.advance(self._note.steps + self._tally.steps)
-        if self._tally.steps >= self._interval:
-            self._merge()
+        self._ensemble.begin_step()
 
     def _use(self, style: Style) -> None:
         if self._style not in (None, style):
@@ -422,66 +383,11 @@ class Session:
             self._stepper.lower_scale()
         return count
 
-    # --- rounds ---
-
-    def _average(self, averaging: GradientAveraging) -> Averaged:
-        begun_at = self._meter.pause()
-        averaged = averaging.average(self._tally.take(), watch_overflow=self._stepper.scaled)
-        self._follow(begun_at)
-        return averaged
-
-    def _merge(self) -> None:
-        assert isinstance(self._averaging, WeightAveraging), "sync mode leaves no local steps"
-        begun_at = self._meter.pause()
-        self._averaging.merge(self._tally.take())
-        self._follow(begun_at)
-        self._schedule.advance(self._note.steps)
-
-    def _follow(self, begun_at: float) -> None:
-        """An exchange that began at ``begun_at`` is over: heed its note."""
-        note = self._note
-        self._interval = note.local_steps
-        self._evaluation.ask(note.evaluate)
-        took_s = self._meter.excluded(begun_at)
-        self._meter.tell(max(took_s - self._averaging.exchanger.seconds, 0.0))
-
-    def _may_leave(self) -> bool:
-        """Whether this worker can make up for rounds that it misses.
-
-        In sync mode that means to repeat each of them to the bit, which only the session's own steps allow.
-        """
-        if isinstance(self._averaging, WeightAveraging):
-            return True
-        return self._style == "step" and self._clips_alike and not self._schedule.users
-
-    def _come_back(self) -> None:
-        """Catch up with the rounds that went on while this worker evaluated, if it did."""
-        if self._evaluation.state is not Asked.AWAY:
-            return
-        self._evaluation.ask(False)
-        if isinstance(self._averaging, WeightAveraging):
-            self._averaging.catch_up()
-        else:
-            self._averaging.catch_up(self._repeat)
-        self._interval = self._note.local_steps
-        self._schedule.advance(self._note.steps)
-        self._meter.resume()
-
-    def _stay(self) -> None:
-        """An own loop has stepped without coming back from its evaluation: its next contribution brings it back."""
-        if self._evaluation.state is Asked.AWAY:
-            self._evaluation.ask(False)
-            self._meter.resume()
-
-    def _repeat(self) -> None:
-        self._stepper.replay(self._clip_norm)
-        self._schedule.advance_by_one()
-
-    # --- data and the end ---
+    # --- data ---
 
     def _read(self, feed: Feed) -> Iterator[Any]:
         source = iter(feed)
-        while self._goes_on():
+        while self._ensemble.goes_on():
             item = next(source, None)
             self._tally.skipped(feed.skipped())
             if item is None:
@@ -492,20 +398,10 @@ class Session:
         self._no_data = self._batch_samples is None
         self.finish()
 
-    def _goes_on(self) -> bool:
-        self._come_back()
-        return not self.should_stop
-
     def _take(self, used: Used) -> None:
         self._batch_samples = used.samples
         self._read_samples += used.samples
         self._tally.batch(used.span)
-
-    def _complete(self) -> None:
-        """The last worker gives the shards what only workers hold."""
-        if self._last:
-            self._averaging.publish(everything=isinstance(self._averaging, GradientAveraging))
-            self._link.published()
 
     def _notice_untrained(self, names: tuple[str, ...]) -> None:
         text = (
@@ -516,6 +412,8 @@ class Session:
 
 
 def _number(name: str, value: object) -> float:
+    if isinstance(value, Tensor):
+        value = value.detach()
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -45,6 +45,10 @@ class Stepper:
         self._optimizer = optimizer
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = parameters
+        self._clip_norm: float | None = None
+        self._made = False
+        self.clips_alike = True
+        """Whether every step so far clipped by the same norm, so that a missed round can be repeated."""
 
     @property
     def scaled(self) -> bool:
@@ -55,7 +59,7 @@ class Stepper:
         """Apply this worker's own gradients, as a plain loop does."""
         if clip_norm is not None:
             self.unscale()
-            clip_grad_norm_(self._parameters, clip_norm)
+            self._clip(clip_norm)
         if self._scaler is None:
             self._optimizer.step()
         else:
@@ -69,6 +73,7 @@ class Stepper:
 
     def apply(self, averaged: Averaged, clip_norm: float | None) -> None:
         """Apply what a sync round left, after :meth:`unscale`."""
+        self._remember(clip_norm)
         if averaged is not Averaged.SKIPPED:
             self._clip(clip_norm)
         if averaged is Averaged.OTHERS or (averaged is Averaged.MEAN and self._scaler is None):
@@ -79,9 +84,9 @@ class Stepper:
         if self._scaler is not None:
             self._scaler.update()
 
-    def replay(self, clip_norm: float | None) -> None:
-        """Apply the mean gradient of a round that this worker missed."""
-        self._clip(clip_norm)
+    def repeat(self) -> None:
+        """Apply the mean gradient of a round that this worker missed, clipped as the others clipped it."""
+        self._clip(self._clip_norm)
         self._optimizer.step()
 
     def clear(self) -> None:
@@ -107,6 +112,11 @@ class Stepper:
         """What ``scaler.update`` would have done had the overflow not been hidden from it."""
         assert self._scaler is not None
         self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+
+    def _remember(self, clip_norm: float | None) -> None:
+        if self._made and clip_norm != self._clip_norm:
+            self.clips_alike = False
+        self._made, self._clip_norm = True, clip_norm
 
     def _clip(self, clip_norm: float | None) -> None:
         if clip_norm is not None:
