@@ -29,6 +29,9 @@ from cadenza_service.store import Store
 CPUS = 4
 TIMEOUT_S = 120.0
 
+JOB_PROCESSES = ("ray::Worker", "ray::ShardActor", "ray::CoordinatorActor", "ray::Supervisor")
+"""How Ray calls the processes of a job's actors, and of what they fork."""
+
 
 class Service:
     """What the tests talk to."""
@@ -118,31 +121,22 @@ class Service:
         """After a job's end: no actor, no process, no resource, no temporary file."""
         self.until(lambda: not self.parts(job_id), story=lambda: f"{self.parts(job_id)} are left")
         self.until(self._all_free, story=lambda: str(cluster.nodes()))
-        self.until(lambda: not processes_of("Worker.", "ShardActor", "CoordinatorActor", "Supervisor"))
+        self.until(lambda: not self._processes(), story=lambda: str(self._processes()))
         assert not list(self.settings.storage_path.glob("jobs/*/checkpoints/.tmp-*"))
+
+    def _processes(self) -> list[str]:
+        """Processes of any job's actors, and what they have forked; they all live in our folders."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # It ended meanwhile.
+                line = (process / "cmdline").read_text().replace("\0", " ")
+                ours = os.readlink(process / "cwd").startswith((self._ray_folder, str(self.settings.home)))
+                if ours and line.startswith(JOB_PROCESSES):
+                    found.append(f"{process.name} {line}")
+        return found
 
     def _all_free(self) -> bool:
         return all(node == Node(node.total, node.total) for node in cluster.nodes())
-
-
-def processes_of(*names: str) -> list[str]:
-    """The command lines of processes below this one that hold an actor of these classes."""
-    below = {os.getpid()}
-    found: list[str] = []
-    # A child's number may be lower than its parent's, where the numbers have wrapped: look twice.
-    for _ in range(2):
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # It ended meanwhile.
-                parent = (
-                    int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                    if folder.name.isdecimal()
-                    else 0
-                )
-                if parent in below:
-                    below.add(int(folder.name))
-                    found.append((folder / "cmdline").read_text().replace("\0", " "))
-    return [line for line in found if any(line.startswith(f"ray::{name}") for name in names)]
 
 
 def packed(files: Mapping[str, str]) -> bytes:

@@ -119,7 +119,12 @@ def test_code_that_cannot_train_says_why(
 
 def test_a_users_error_reaches_the_reason_the_events_and_the_log(service: Service) -> None:
     job = service.submit(
-        CODE, entrypoint="regression:train", config={"raise_at": 50}, workers=TWO, data={"epochs": 10}
+        CODE,
+        entrypoint="regression:train",
+        config={"raise_at": 50},
+        workers=TWO,
+        data={"epochs": 10},
+        sync={"mode": "sync"},
     )
     job = service.wait(job.id, JobState.FAILED)
     assert job.reason is not None

@@ -16,6 +16,9 @@ TRACEBACK_LIMIT_BYTES = 32 * 1024
 MESSAGE_LIMIT = 2_000
 """Characters of an error's own text."""
 
+NEVER_STEPPED = "session.step was never called"
+"""How the session's own error about that begins."""
+
 _CALLERS = {
     "cadenza.worker",
     "cadenza.entrypoint",
@@ -41,6 +44,9 @@ def failure_of(error: BaseException, step: int | None, folder: str = "") -> Fail
         return Failed(
             "link", text, traceback_of(error, folder), step, "see the job's events for who was lost"
         )
+    if isinstance(error, RuntimeError) and str(error).startswith(NEVER_STEPPED):
+        remedy = "call session.step(loss) after each loss.backward()"
+        return Failed("never_stepped", text, traceback_of(error, folder), step, remedy)
     return Failed(
         "user_error",
         text,

@@ -113,6 +113,14 @@ class ObservedLink(NetworkLink):
         self.steps += request.steps
         return answer
 
+    def telemetry(
+        self, *, steps: int, samples: int, compute_seconds: float, apply_seconds: float | None
+    ) -> None:
+        super().telemetry(
+            steps=steps, samples=samples, compute_seconds=compute_seconds, apply_seconds=apply_seconds
+        )
+        self.steps = max(self.steps, steps)  # Those since the latest exchange are in it.
+
     def finish(self) -> bool:
         last = super().finish()
         self.finished = True
