@@ -105,6 +105,26 @@ def test_the_notes_interval_is_the_next_one() -> None:
     assert [request.steps for request in link.requests] == [1, 3, 2]
 
 
+def test_an_unchanged_answer_makes_the_models_own_weights_the_committed_ones() -> None:
+    link = FakeLink("local", local_steps=1)
+    link.contents.append("unchanged")
+    model, _, session = opened(link)
+    train(session, model, 1)
+    first = flat(model)
+    train(session, model, 1)
+    assert np.allclose(link.sent[1][WEIGHTS], (flat_of_plain(2) - first).numpy(), atol=1e-7)
+
+
+def flat_of_plain(steps: int) -> Tensor:
+    """The weights after so many steps of a plain loop."""
+    plain, optimizer = make()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        backward(plain)
+        optimizer.step()
+    return flat(plain)
+
+
 def test_bfloat16_subtracts_in_float32_and_rounds_once() -> None:
     link = FakeLink("local", local_steps=1)
     model = nn.Linear(64, 64, dtype=torch.bfloat16)
