@@ -14,47 +14,41 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cadenza.codecs import AUTO
 from cadenza.layout import Layout
 from cadenza.messages import (
     Assign,
     Decision,
     Done,
     Ended,
-    Evaluating,
     Exhausted,
     Failed,
-    Finish,
     Finished,
     Join,
     Joined,
     Lease,
     Leased,
     Log,
-    Message,
     Notice,
-    Published,
-    Ready,
     Received,
     Report,
     Telemetry,
 )
 from cadenza.spec import JobSpec
-from cadenza.transport import Connection, NoRequests, Refusal, RefusedError, Server, connect
-from cadenza.wire import Identity, ProtocolError, Role, Status
+from cadenza.transport import Connection, Refusal, RefusedError, Server, connect
+from cadenza.wire import Identity, Role, Status
+from cadenza_service import terms
+from cadenza_service.control import ShardLog, WorkerControl
 from cadenza_service.ledger import Dataset, DatasetMismatch, Ledger
+from cadenza_service.opening import ModelMismatch, Opening
 from cadenza_service.progress import TrainingProgress
-from cadenza_service.recorder import Recorder, WorkerRecord, finite, severity
-from cadenza_service.rounds import Dropped, Happened, JobFails, Output, RoundRules, Rounds, Stale, Used
-from cadenza_service.snapshot import Failure, JobSnapshot, Progress
+from cadenza_service.recorder import Recorder, WorkerRecord, severity
+from cadenza_service.rounds import Dropped, Happened, JobFails, Output, Rounds, Stale, Used
+from cadenza_service.snapshot import Failure, JobSnapshot
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 SHARD_TIMEOUT_S = 30.0
-HISTORY_BYTES = 256 << 20
-"""sync: what the shards of a job keep together of mean gradients for a worker that is evaluating."""
-MOST_HISTORY_ROUNDS = 64
 SHARD_REMEDY = "look at its node (memory, preemption), then submit the job again"
 
 
@@ -104,7 +98,6 @@ class CoordinatorServer:
         self._lock = threading.RLock()
         self._phase = Phase.JOINING
         self._failure: Failure | None = None
-        self._layout: Layout | None = None
         self._progress = TrainingProgress(config.spec)
         self._ledger = Ledger()
         self._rounds: Rounds | None = None
@@ -112,13 +105,13 @@ class CoordinatorServer:
         self._shards: list[Connection] = []
         self._addresses: tuple[tuple[str, int], ...] = ()
         self._controls: dict[int, Connection] = {}
-        self._joining: dict[int, tuple[Connection, int]] = {}
-        self._first_join_at: float | None = None
-        self._publisher: int | None = None
-        """The worker whose model is the job's first state, once all have joined."""
-        self._all_joined_at = 0.0
+        self._opening: Opening[tuple[Connection, int]] = Opening(
+            config.workers,
+            join_timeout_s=config.join_timeout_s,
+            publish_timeout_s=config.round_timeout_s,
+        )
         self._stopped = threading.Event()
-        self._server = Server(config.host, config.key, self._accept, lambda _: _WorkerControl(self))
+        self._server = Server(config.host, config.key, self._accept, lambda _: WorkerControl(self))
         self._ticker = threading.Thread(target=self._tick_loop, name="coordinator clock", daemon=True)
         self._ticker.start()
 
@@ -134,7 +127,7 @@ class CoordinatorServer:
         self._addresses = tuple((host, port) for host, port in addresses)
         identity = Identity(Role.COORDINATOR, epoch=self._config.epoch)
         for number, (host, port) in enumerate(self._addresses):
-            handler = _ShardLog(self, number)
+            handler = ShardLog(self, number)
             shard = connect(
                 host,
                 port,
@@ -154,7 +147,9 @@ class CoordinatorServer:
         with self._lock:
             return JobSnapshot(
                 phase=self._phase.value,
-                progress=self._public_progress(),
+                progress=terms.public_progress(
+                    self._progress, self._ledger, self._recorder, time.monotonic()
+                ),
                 telemetry=self._recorder.telemetry(),
                 events=self._recorder.events_after(after_event),
                 logs=self._recorder.logs_after(after_log),
@@ -163,7 +158,7 @@ class CoordinatorServer:
 
     def layout(self) -> Layout | None:
         """The model's layout; none before the first worker has joined."""
-        return self._layout
+        return self._opening.layout
 
     def lost(self, worker: int, why: str) -> None:
         """A worker's process ended; that is a failure unless it had finished or failed by itself."""
@@ -194,10 +189,10 @@ class CoordinatorServer:
             self._failure = failure
             self._recorder.failures[failure.kind] += 1
             self._event("failed", failure.message, "error", failure.model_dump(exclude_none=True))
-            joining, self._joining = self._joining, {}
+            joining = self._opening.take_waiting()
             others = [control for worker, control in self._controls.items() if worker != told_by]
         refusal = Refusal("job_failed", failure.message)
-        for connection, call in joining.values():
+        for connection, call in joining:
             connection.refuse(call, refusal)
         for control in others:
             # A worker in the middle of a round waits for an answer that will not come.
@@ -234,32 +229,29 @@ class CoordinatorServer:
         worker = connection.identity.worker
         with self._lock:
             self._check_phase(Phase.JOINING)
-            self._check_layout(worker, message)
+            try:
+                last = self._opening.join(worker, message.layout, (connection, call), time.monotonic())
+            except ModelMismatch as error:
+                self.fail(Failure(kind="model_mismatch", message=str(error), worker=worker), told_by=worker)
+                raise Refusal("model_mismatch", str(error)) from None
             record = self._recorder.workers[worker]
             record.state, record.node, record.device = "joining", message.node, message.device
-            self._joining[worker] = (connection, call)
-            self._first_join_at = self._first_join_at or time.monotonic()
-            self._event(
-                "worker_joined",
-                f"worker {worker} joined from {message.node} ({message.device})",
-                data={"worker": worker},
-            )
-            if len(self._joining) < len(self._config.workers):
-                return
-        if not self._assign():
-            return
+            text = f"worker {worker} joined from {message.node} ({message.device})"
+            self._event("worker_joined", text, data={"worker": worker})
+        if last and self._assign(message.layout):
+            self._let_publish()
+
+    def _let_publish(self) -> None:
         with self._lock:
-            if self._phase is not Phase.JOINING:
-                return
-            self._publisher, self._all_joined_at = min(self._joining), time.monotonic()
-            connection, call = self._joining.pop(self._publisher)
-            connection.reply(call, self._joined(publish=True))
+            if self._phase is Phase.JOINING:
+                connection, call = self._opening.choose_publisher(time.monotonic())
+                connection.reply(call, self._joined(publish=True))
 
     def ready(self, connection: Connection, call: int) -> None:
         """The first state is published: everyone begins."""
         with self._lock:
             self._check_phase(Phase.JOINING)
-            if connection.identity.worker != self._publisher:
+            if connection.identity.worker != self._opening.publisher:
                 raise Refusal(
                     "not_publisher", "another worker publishes the first state, or not all have joined"
                 )
@@ -270,10 +262,11 @@ class CoordinatorServer:
                 self._recorder.workers[worker].state = "active"
             rounds.start()
             self._progress.start(time.monotonic())
-            self._event("training_started", self._introduction(), data=self._decision_in_force())
+            spec = self._config.spec
+            text = terms.introduction(spec, workers=len(self._config.workers), shards=len(self._shards))
+            self._event("training_started", text, data=terms.decision_in_force(spec))
             connection.reply(call, Done())
-            joining, self._joining = self._joining, {}
-            for other, number in joining.values():
+            for other, number in self._opening.take_waiting():
                 other.reply(number, self._joined(publish=False))
 
     def lease(self, connection: Connection, call: int, message: Lease) -> None:
@@ -460,13 +453,12 @@ class CoordinatorServer:
                     step = None if worker is None else self._step(worker)
                     self.fail(Failure(kind=kind, message=message, remedy=remedy, worker=worker, step=step))
 
-    def _assign(self) -> bool:
+    def _assign(self, layout: Layout) -> bool:
         """Tell every shard what it holds, and wait until it has it; false if one does not take it, which fails the job."""
-        assert self._layout is not None
         spec = self._config.spec
         outer = spec.sync.outer.model_dump()
         calls = [
-            shard.call(Assign(self._layout, number, len(self._shards), spec.sync.mode, outer))
+            shard.call(Assign(layout, number, len(self._shards), spec.sync.mode, outer))
             for number, shard in enumerate(self._shards)
         ]
         try:
@@ -479,45 +471,24 @@ class CoordinatorServer:
             )
             return False
         with self._lock:
-            self._rounds = Rounds(self._rules(self._layout), self._progress)
+            rules = terms.round_rules(
+                spec,
+                layout,
+                epoch=self._config.epoch,
+                shards=len(self._shards),
+                round_timeout_s=self._config.round_timeout_s,
+            )
+            self._rounds = Rounds(rules, self._progress)
         return True
 
-    def _rules(self, layout: Layout) -> RoundRules:
-        sync = self._config.spec.sync
-        round_bytes = sum(vector.length * vector.itemsize for vector in layout.named(layout.travelling()))
-        return RoundRules(
-            mode=sync.mode,
-            local_steps=sync.interval,
-            staleness=sync.bound,
-            epoch=self._config.epoch,
-            shards=len(self._shards),
-            round_timeout_s=self._config.round_timeout_s,
-            history_rounds=max(1, min(MOST_HISTORY_ROUNDS, HISTORY_BYTES // max(round_bytes, 1))),
-        )
-
     def _joined(self, *, publish: bool) -> Joined:
-        spec = self._config.spec
-        return Joined(
+        return terms.joined(
+            self._config.spec,
             publish=publish,
-            mode=spec.sync.mode,
-            local_steps=spec.sync.interval,
-            epochs=spec.data.epochs,
             workers=len(self._config.workers),
             shards=self._addresses,
-            codec=AUTO if spec.sync.codec == "auto" else spec.sync.codec,
             round_timeout_s=self._config.round_timeout_s,
         )
-
-    def _check_layout(self, worker: int, message: Join) -> None:
-        if self._layout is None:
-            self._layout = message.layout
-        elif self._layout != message.layout:
-            text = (
-                f"worker {worker}'s model differs from the others': {self._layout.difference(message.layout)}; "
-                "every worker must build the same model"
-            )
-            self.fail(Failure(kind="model_mismatch", message=text, worker=worker), told_by=worker)
-            raise Refusal("model_mismatch", text)
 
     def _check_phase(self, phase: Phase) -> None:
         if self._phase is Phase.FAILED and self._failure is not None:
@@ -544,39 +515,6 @@ class CoordinatorServer:
         told = self._recorder.workers[worker].telemetry
         return told.steps if told is not None else None
 
-    def _introduction(self) -> str:
-        sync = self._config.spec.sync
-        every = "at every step" if sync.interval == 1 else f"every {sync.interval} steps"
-        return f"{len(self._config.workers)} workers and {len(self._shards)} parameter servers train in {sync.mode} mode, {every}"
-
-    def _decision_in_force(self) -> dict[str, object]:
-        sync = self._config.spec.sync
-        decision: dict[str, object] = {
-            "mode": sync.mode,
-            "local_steps": sync.interval,
-            "codec": self._joined(publish=False).codec,
-        }
-        return {**decision, "staleness": sync.bound} if sync.mode == "ssp" else decision
-
-    def _public_progress(self) -> Progress:
-        now = time.monotonic()
-        progress = self._progress
-        loss = progress.loss
-        return Progress(
-            samples=progress.samples,
-            total_samples=progress.total_samples,
-            epoch=self._ledger.epoch,
-            rounds=progress.rounds,
-            steps=progress.steps,
-            loss=loss if loss is not None and math.isfinite(loss) else None,
-            metrics=dict(progress.metrics),
-            wire_bytes=self._recorder.wire_bytes(),
-            seconds=progress.seconds(now),
-            samples_per_second=progress.rate(now),
-            workers=[record.status() for _, record in sorted(self._recorder.workers.items())],
-            decision=finite(self._decision_in_force()),
-        )
-
     def _event(
         self, kind: str, message: str, level: str = "info", data: dict[str, object] | None = None
     ) -> None:
@@ -594,93 +532,5 @@ class CoordinatorServer:
         if self._phase is Phase.TRAINING and self._rounds is not None:
             self._progress.check_stop(now)
             self._carry_out(self._rounds.tick(now))
-        if self._phase is Phase.JOINING and self._first_join_at is not None:
-            self._check_join_deadline(now - self._first_join_at)
-        if self._phase is Phase.JOINING and self._publisher is not None:
-            self._check_publish_deadline(self._publisher, now - self._all_joined_at)
-
-    def _check_join_deadline(self, waited_s: float) -> None:
-        missing = [worker for worker, record in self._recorder.workers.items() if record.state == "starting"]
-        if waited_s <= self._config.join_timeout_s or not missing:
-            return
-        names = ", ".join(f"worker {worker}" for worker in missing)
-        self.fail(
-            Failure(
-                kind="timeout",
-                message=f"{names} had not joined {waited_s:.0f} s after the first worker did",
-                remedy="call cadenza.join on every worker, or raise CADENZA_JOIN_TIMEOUT_S if getting ready takes so long",
-                worker=missing[0],
-            )
-        )
-
-    def _check_publish_deadline(self, publisher: int, waited_s: float) -> None:
-        if waited_s > self._config.round_timeout_s:
-            self.fail(
-                Failure(
-                    kind="timeout",
-                    message=f"worker {publisher} had not published its model {waited_s:.0f} s after all had joined",
-                    remedy="see the worker's log; raise CADENZA_ROUND_TIMEOUT_S if sending the model takes so long",
-                    worker=publisher,
-                )
-            )
-
-
-class _WorkerControl:
-    """A worker's control connection."""
-
-    def __init__(self, coordinator: CoordinatorServer) -> None:
-        self._coordinator = coordinator
-        self._greeted = False
-
-    def body(self, message: Message, length: int) -> list[memoryview]:
-        raise ProtocolError(f"an unexpected {type(message).__name__} with {length} bytes")
-
-    def handle(self, connection: Connection, call: int, message: Message) -> None:
-        if not self._greeted:
-            self._coordinator.greeted(connection)
-            self._greeted = True
-        coordinator, worker = self._coordinator, connection.identity.worker
-        match message:
-            case Join():
-                coordinator.join(connection, call, message)
-            case Ready():
-                coordinator.ready(connection, call)
-            case Lease():
-                coordinator.lease(connection, call, message)
-            case Evaluating():
-                coordinator.evaluating(connection, call)
-            case Finish():
-                coordinator.finish(connection, call)
-            case Published():
-                coordinator.published(connection, call)
-            case Failed():
-                coordinator.failed(connection, message)
-            case Report():
-                coordinator.report(worker, message)
-            case Telemetry():
-                coordinator.telemetry(worker, message)
-            case Log():
-                coordinator.log(worker, message)
-            case Notice():
-                coordinator.notice(worker, message)
-            case _:
-                raise ProtocolError(f"a worker sent the coordinator {type(message).__name__}")
-
-    def closed(self, connection: Connection, error: Exception | None) -> None:
-        self._coordinator.disconnected(connection, error)
-
-
-class _ShardLog(NoRequests):
-    """The coordinator's connection to one shard."""
-
-    def __init__(self, coordinator: CoordinatorServer, number: int) -> None:
-        self._coordinator = coordinator
-        self._number = number
-
-    def handle(self, connection: Connection, call: int, message: Message) -> None:
-        if not isinstance(message, Received):
-            raise ProtocolError(f"a shard sent the coordinator {type(message).__name__}")
-        self._coordinator.received(message)
-
-    def closed(self, connection: Connection, error: Exception | None) -> None:
-        self._coordinator.shard_lost(self._number, error)
+        if self._phase is Phase.JOINING and (failure := self._opening.overdue(now)) is not None:
+            self.fail(failure)

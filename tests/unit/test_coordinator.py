@@ -253,8 +253,8 @@ def test_a_failure_while_the_shards_are_told_is_not_overwritten() -> None:
         coordinator = job.cluster.coordinator
         assign = coordinator._assign
 
-        def fail_meanwhile() -> bool:
-            assigned = assign()
+        def fail_meanwhile(layout: Layout) -> bool:
+            assigned = assign(layout)
             coordinator.fail(Failure(kind="cancelled", message="cancelled meanwhile"))
             return assigned
 
