@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import torch
 from cadenza import context
 from cadenza.layout import Layout, Tensor, Vector
 from cadenza.messages import Request
+from cadenza.transport import Connection
 from cadenza.worker import Worker, WorkerJob
 from cadenza_service.snapshot import JobSnapshot
 from tests.harness import LocalCluster, job_spec
@@ -77,11 +79,16 @@ def run(cluster: LocalCluster, entrypoint: str, **changes: Any) -> tuple[str, Jo
         "key": cluster.key,
         "connect_timeout_s": 10.0,
     }
-    how = Worker().run(WorkerJob(**(values | changes)))
-    deadline_s = time.monotonic() + 10
-    while cluster.snapshot().phase not in ("completed", "failed"):
-        assert time.monotonic() < deadline_s, "the coordinator never heard how the worker ended"
-        time.sleep(0.005)
+    ended = threading.Event()
+    disconnected = cluster.coordinator.disconnected
+
+    def told(connection: Connection, error: Exception | None) -> None:
+        disconnected(connection, error)
+        ended.set()
+
+    with patch.object(cluster.coordinator, "disconnected", told):
+        how = Worker().run(WorkerJob(**(values | changes)))
+        assert ended.wait(10), "the coordinator never saw the worker's connection end"
     return how, cluster.snapshot()
 
 
