@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from cadenza_api.server.app import create_app
-from cadenza_service.lifecycle import JobState
-from cadenza_service.records import Reason
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import Reason
+from cadenza_service.jobs.storage import MODEL, Storage
+from cadenza_service.jobs.store import Store
 from cadenza_service.settings import Settings
-from cadenza_service.storage import MODEL, Storage
-from cadenza_service.store import Store
 
 URL = "http://127.0.0.1:8000"
 SPEC: dict[str, Any] = {"name": "digits", "entrypoint": "train:main"}

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.network import Control, NetworkLink
+from cadenza.plane.network import Control, NetworkLink
 from cadenza.spec import JobSpec
-from cadenza_service.coordinator import CoordinatorConfig, CoordinatorServer
-from cadenza_service.shard import ShardServer
+from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
+from cadenza_service.servers.shard import ShardServer
+from cadenza_service.servers.state import fetch_state
 from cadenza_service.snapshot import JobSnapshot
-from cadenza_service.state import fetch_state
 
 HOST = "127.0.0.1"
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.codecs import as_bytes
-from cadenza.layout import Layout, Tensor, Vector, cut
-from cadenza.messages import Answer, Assign, Decision, Publish, Request, Span
+from cadenza.plane.codecs import as_bytes
+from cadenza.plane.layout import Layout, Tensor, Vector, cut
+from cadenza.plane.messages import Answer, Assign, Decision, Publish, Request, Span
 from cadenza.spec import Mode
-from cadenza_service.progress import TrainingProgress
-from cadenza_service.rounds import Output, RoundRules, Rounds
-from cadenza_service.shard_core import ShardCore
+from cadenza_service.coordination.progress import TrainingProgress
+from cadenza_service.coordination.rounds import Output, RoundRules, Rounds
+from cadenza_service.servers.shard_core import ShardCore
 from tests.harness import job_spec
 
 Array = NDArray[Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from cadenza_service.lifecycle import TERMINAL
+from cadenza_service.jobs.lifecycle import TERMINAL
 
 
 class Answer(BaseModel):

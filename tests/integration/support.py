@@ -17,14 +17,14 @@ from typing import Any
 import ray
 
 from cadenza.spec import JobSpec
-from cadenza_service import cluster
-from cadenza_service.admission import Node
-from cadenza_service.controller import start_controller
-from cadenza_service.lifecycle import TERMINAL, JobState
-from cadenza_service.records import Job
+from cadenza_service.jobs.lifecycle import TERMINAL, JobState
+from cadenza_service.jobs.records import Job
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
+from cadenza_service.orchestration import cluster
+from cadenza_service.orchestration.admission import Node
+from cadenza_service.orchestration.controller import start_controller
 from cadenza_service.settings import Settings
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 CPUS = 4
 TIMEOUT_S = 120.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors.numpy import load_file
 
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 from tests.integration.code import TRAIN
 from tests.integration.support import Service
 

@@ -8,10 +8,10 @@ import signal
 import pytest
 import ray
 
-from cadenza_service import cluster
-from cadenza_service.cluster import CONTROLLER, NAMESPACE
-from cadenza_service.lifecycle import JobState
-from cadenza_service.records import Job
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import Job
+from cadenza_service.orchestration import cluster
+from cadenza_service.orchestration.cluster import CONTROLLER, NAMESPACE
 from tests.integration.code import TRAIN
 from tests.integration.support import Service
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.layout import Layout
-from cadenza.link import Arrays, Timings
-from cadenza.messages import Answer, Content, Exhausted, Joined, Lease, Leased, Note, Notice, Request
+from cadenza.plane.layout import Layout
+from cadenza.plane.link import Arrays, Timings
+from cadenza.plane.messages import Answer, Content, Exhausted, Joined, Lease, Leased, Note, Notice, Request
 
 Array = NDArray[Any]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.spec import JobSpec
-from cadenza_service.admission import (
+from cadenza_service.orchestration.admission import (
     Admit,
     Demand,
     Node,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cadenza_service.aggregate import Averaging, MomentumSgd, server_optimizer, weighted_sum
+from cadenza_service.servers.aggregate import Averaging, MomentumSgd, server_optimizer, weighted_sum
 
 OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "average"},

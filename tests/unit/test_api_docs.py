@@ -6,7 +6,7 @@ from pathlib import Path
 from fastapi.routing import APIRoute
 
 from cadenza_api.server import routes_files, routes_following, routes_jobs, routes_operations
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 from tests.api_support import SPEC, Api, code_zip, problem, running_api
 
 CODE = code_zip()

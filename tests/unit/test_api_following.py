@@ -13,10 +13,10 @@ import pytest
 from cadenza.spec import JobSpec
 from cadenza_api.server import followers as following
 from cadenza_api.server.followers import FollowedRow, Followers, FollowingStopped, Topic
-from cadenza_service.lifecycle import JobState
-from cadenza_service.records import JobNotFound, Reason
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import JobNotFound, Reason
+from cadenza_service.jobs.store import Store
 from cadenza_service.snapshot import JobSnapshot, LogLine, Progress, Telemetry
-from cadenza_service.store import Store
 from tests.api_support import SPEC, Api, problem, running_api
 
 STREAM = {"Accept": "text/event-stream"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 from cadenza_service.snapshot import JobSnapshot, Progress, Telemetry, WorkerStatus
 from tests.api_support import SPEC, Api, problem, running_api
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cadenza_api.server import metrics
 from cadenza_api.server.metrics import METRICS, JobCollector
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 from cadenza_service.snapshot import Histogram, JobSnapshot, Progress, Telemetry, WorkerStatus
 from tests.api_support import Api, problem, running_api
 

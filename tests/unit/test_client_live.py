@@ -18,12 +18,12 @@ from cadenza_api.client import watching
 from cadenza_api.client.client import Client
 from cadenza_api.client.errors import ApiError
 from cadenza_api.server.app import create_app
-from cadenza_service.lifecycle import JobState
-from cadenza_service.records import Reason
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import Reason
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
 from cadenza_service.settings import Settings
 from cadenza_service.snapshot import Event, JobSnapshot, LogLine, Progress, Telemetry
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 SPEC = JobSpec(name="tiny", entrypoint="tiny:train")
 PROGRESS = Progress(samples=50, total_samples=100, rounds=3, loss=0.5, metrics={"accuracy": 0.9})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cadenza.link import LinkError
-from cadenza.messages import Answer, Exhausted, Lease, Request, Span
-from cadenza.network import NetworkLink
+from cadenza.plane.link import LinkError
+from cadenza.plane.messages import Answer, Exhausted, Lease, Request, Span
+from cadenza.plane.network import NetworkLink
 from tests.harness import LocalCluster, job_spec
 from tests.memory import VECTOR, vector_layout
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cadenza.codecs import AUTO, CODECS, Codec, as_bytes
-from cadenza.layout import NUMPY_TYPES, Slice, accumulator
-from cadenza.wire import ProtocolError
+from cadenza.plane.codecs import AUTO, CODECS, Codec, as_bytes
+from cadenza.plane.layout import NUMPY_TYPES, Slice, accumulator
+from cadenza.plane.wire import ProtocolError
 
 FLOATS = sorted(set(NUMPY_TYPES) - {"uint8"})
 

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 
-from cadenza import messages
-from cadenza.layout import Layout
-from cadenza.link import LinkError
-from cadenza.messages import (
+from cadenza.plane import messages
+from cadenza.plane.layout import Layout
+from cadenza.plane.link import LinkError
+from cadenza.plane.messages import (
     Answer,
     Done,
     Exhausted,
@@ -35,12 +35,12 @@ from cadenza.messages import (
     Span,
     Telemetry,
 )
-from cadenza.network import Control, NetworkLink
+from cadenza.plane.network import Control, NetworkLink
+from cadenza.plane.transport import RefusedError
+from cadenza.plane.wire import HandshakeError
 from cadenza.spec import JobSpec
-from cadenza.transport import RefusedError
-from cadenza.wire import HandshakeError
-from cadenza_service.coordinator import LEGAL_PHASES, CoordinatorServer, Phase
-from cadenza_service.rounds import MOST_NON_FINITE_IN_A_ROW
+from cadenza_service.coordination.coordinator import LEGAL_PHASES, CoordinatorServer, Phase
+from cadenza_service.coordination.rounds import MOST_NON_FINITE_IN_A_ROW
 from cadenza_service.snapshot import Failure, JobSnapshot
 from tests.harness import LocalCluster, job_spec
 from tests.memory import VECTOR, vector_layout

@@ -19,8 +19,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from cadenza.data import Feed, Source, Used, permutation, source_of
-from cadenza.messages import Leased, Span
+from cadenza.plane.messages import Leased, Span
+from cadenza.training.data import Feed, Source, Used, permutation, source_of
 from tests.unit.fake_link import FakeLink
 
 GIVEN: dict[str, Any] = {"batch_size": None, "shuffle": None, "drop_last": None, "options": {}}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from cadenza.device import DirectCopies, LateCopies, copies_for, describe, on_cuda
+from cadenza.training.device import DirectCopies, LateCopies, copies_for, describe, on_cuda
 
 
 def test_late_copies_are_made_at_the_wait_and_not_before() -> None:

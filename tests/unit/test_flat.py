@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.device import Copies, DirectCopies, LateCopies
-from cadenza.flat import FlatModel, as_array
-from cadenza.inventory import normalised
+from cadenza.training.device import Copies, DirectCopies, LateCopies
+from cadenza.training.flat import FlatModel, as_array
+from cadenza.training.inventory import normalised
 from tests.unit.awkward import KINDS, WIDTH, Kind, groups, same, state_of
 
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
-from cadenza.messages import Join, decode, encode
+from cadenza.plane.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
+from cadenza.plane.messages import Join, decode, encode
 
 W = Tensor("w", "float32", (2, 3), "parameters.float32", 0)
 B = Tensor("b", "float32", (3,), "parameters.float32", 6)

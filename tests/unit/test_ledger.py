@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cadenza.messages import Span
-from cadenza_service.ledger import MOST_BATCHES, Dataset, DatasetMismatch, Grant, Ledger
+from cadenza.plane.messages import Span
+from cadenza_service.coordination.ledger import MOST_BATCHES, Dataset, DatasetMismatch, Grant, Ledger
 
 WORKERS = 3
 

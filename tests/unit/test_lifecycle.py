@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cadenza_service.lifecycle import (
+from cadenza_service.jobs.lifecycle import (
     TERMINAL,
     TRANSITIONS,
     IllegalTransition,
@@ -51,7 +51,7 @@ def test_an_illegal_move_names_the_job_and_the_legal_ones() -> None:
 
 def test_lifecycle_and_settings_load_without_ray_torch_or_a_database() -> None:
     code = (
-        "import sys, cadenza_service.lifecycle, cadenza_service.settings;"
+        "import sys, cadenza_service.jobs.lifecycle, cadenza_service.settings;"
         "print([m for m in ('ray', 'torch', 'sqlalchemy') if m in sys.modules])"
     )
     done = subprocess.run(

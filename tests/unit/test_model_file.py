@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cadenza.layout import Layout, Tensor, Vector
-from cadenza_service.model_file import write_model
+from cadenza.plane.layout import Layout, Tensor, Vector
+from cadenza_service.orchestration.model_file import write_model
 
 
 def layout_of(*tensors: Tensor, vectors: dict[str, int], aliases: tuple[tuple[str, str], ...] = ()) -> Layout:

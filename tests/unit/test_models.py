@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from cadenza.network import NetworkLink
-from cadenza.session import Session
-from cadenza.solo import SoloLink
+from cadenza.plane.network import NetworkLink
+from cadenza.training.session import Session
+from cadenza.training.solo import SoloLink
 from tests.harness import LocalCluster, job_spec
 from tests.unit.awkward import KINDS, Kind, groups, same, state_of
 

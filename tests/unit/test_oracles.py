@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cadenza.network import NetworkLink
-from cadenza.session import Session
+from cadenza.plane.network import NetworkLink
+from cadenza.training.session import Session
 from tests.harness import LocalCluster, job_spec
 
 STEPS = 100

@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 
 from cadenza.spec import JobSpec
-from cadenza_service.instructions import Failed, Interrupted, Outcome, Report, Succeeded, Unplaced
-from cadenza_service.lifecycle import JobState
-from cadenza_service.outcomes import Verdict, take
-from cadenza_service.records import Job, Reason
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import Job, Reason
+from cadenza_service.jobs.store import Store
+from cadenza_service.orchestration.instructions import (
+    Failed,
+    Interrupted,
+    Outcome,
+    Report,
+    Succeeded,
+    Unplaced,
+)
+from cadenza_service.orchestration.outcomes import Verdict, take
 from cadenza_service.snapshot import Failure, JobSnapshot, LogLine, Phase, Progress, Telemetry
-from cadenza_service.store import Store
 
 FAILURE = Failure(
     kind="user_error", message="worker 1, step 5: no", remedy="look", worker=1, step=5, traceback="T"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cadenza.output import (
+from cadenza.process.output import (
     BATCH_LINES,
     LINE_LIMIT_BYTES,
     LINES_PER_SECOND,
@@ -103,7 +103,7 @@ def test_flush_sends_unfinished_lines_and_batches_are_bounded() -> None:
 
 
 def test_too_many_lines_are_left_out_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cadenza.output.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("cadenza.process.output.time.monotonic", lambda: 100.0)
     sent = Sent()
     output = Output(sent)
     output.write("stdout", "x\n" * (LINES_PER_SECOND + 500))

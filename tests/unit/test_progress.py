@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza_service.progress import RATE_WINDOW_S, TrainingProgress
+from cadenza_service.coordination.progress import RATE_WINDOW_S, TrainingProgress
 from tests.harness import job_spec
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cadenza.spec import JobSpec
-from cadenza_service.admission import Node, Resources, demand
-from cadenza_service.lifecycle import TERMINAL, WITHOUT_REASON, JobState
-from cadenza_service.reconcile import Action, Cancel, Explain, Recover, Remove, Start, plan
-from cadenza_service.records import Job, Reason
+from cadenza_service.jobs.lifecycle import TERMINAL, WITHOUT_REASON, JobState
+from cadenza_service.jobs.records import Job, Reason
+from cadenza_service.orchestration.admission import Node, Resources, demand
+from cadenza_service.orchestration.reconcile import Action, Cancel, Explain, Recover, Remove, Start, plan
 from cadenza_service.snapshot import Progress, Telemetry
 
 FOUR_CPUS = [Node(Resources(4), Resources(4))]

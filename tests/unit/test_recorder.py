@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from cadenza.messages import BUCKETS, SYNC_BOUNDS_S, Log, SyncPhase, Telemetry
-from cadenza_service import recorder as module
-from cadenza_service.recorder import PAGE, Recorder, WorkerRecord, finite, severity
+from cadenza.plane.messages import BUCKETS, SYNC_BOUNDS_S, Log, SyncPhase, Telemetry
+from cadenza_service.coordination import recorder as module
+from cadenza_service.coordination.recorder import PAGE, Recorder, WorkerRecord, finite, severity
 from cadenza_service.snapshot import Event, Histogram
 
 

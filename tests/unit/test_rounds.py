@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cadenza.codecs import as_bytes
-from cadenza.messages import (
+from cadenza.plane.codecs import as_bytes
+from cadenza.plane.messages import (
     Answer,
     Assign,
     Decision,
@@ -30,8 +30,8 @@ from cadenza.messages import (
     Span,
 )
 from cadenza.spec import Mode
-from cadenza_service.progress import TrainingProgress
-from cadenza_service.rounds import (
+from cadenza_service.coordination.progress import TrainingProgress
+from cadenza_service.coordination.rounds import (
     LEGAL_MOVES,
     MOST_NON_FINITE_IN_A_ROW,
     Dropped,
@@ -45,7 +45,7 @@ from cadenza_service.rounds import (
     Stale,
     Used,
 )
-from cadenza_service.shard_core import ShardCore
+from cadenza_service.servers.shard_core import ShardCore
 from tests.harness import job_spec
 from tests.memory import VECTOR, vector_layout
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from cadenza.messages import Leased, Span
-from cadenza.session import Session
-from cadenza.solo import SoloLink
+from cadenza.plane.messages import Leased, Span
+from cadenza.training.session import Session
+from cadenza.training.solo import SoloLink
 from tests.unit.fake_link import FakeLink
 
 X = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))

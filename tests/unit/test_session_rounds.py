@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from cadenza.session import Session
+from cadenza.training.session import Session
 from tests.unit.fake_link import FakeLink
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

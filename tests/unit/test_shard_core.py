@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cadenza import wire
-from cadenza.codecs import as_bytes
-from cadenza.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
-from cadenza.messages import (
+from cadenza.plane import wire
+from cadenza.plane.codecs import as_bytes
+from cadenza.plane.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
+from cadenza.plane.messages import (
     Assign,
     Decision,
     Done,
@@ -32,10 +32,10 @@ from cadenza.messages import (
     State,
     encode,
 )
-from cadenza.transport import Buffer, Connection, NoRequests, Refusal, RefusedError, connect
-from cadenza.wire import HandshakeError, Identity, ProtocolError, Role
-from cadenza_service.shard import ShardServer
-from cadenza_service.shard_core import ShardCore
+from cadenza.plane.transport import Buffer, Connection, NoRequests, Refusal, RefusedError, connect
+from cadenza.plane.wire import HandshakeError, Identity, ProtocolError, Role
+from cadenza_service.servers.shard import ShardServer
+from cadenza_service.servers.shard_core import ShardCore
 
 Array = NDArray[Any]
 SOON_S = 5.0

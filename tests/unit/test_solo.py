@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import cadenza
-from cadenza import context
-from cadenza.data import permutation
-from cadenza.solo import SoloLink
+from cadenza.training import context
+from cadenza.training.data import permutation
+from cadenza.training.solo import SoloLink
 from tests.unit.fake_link import FakeLink
 
 DATA = TensorDataset(torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza_service.storage import (
+from cadenza_service.jobs.storage import (
     MODEL,
     BadPackage,
     CheckpointNotFound,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
 from cadenza.spec import JobSpec
-from cadenza_service.lifecycle import TERMINAL, TRANSITIONS, WITHOUT_REASON, IllegalTransition, JobState
-from cadenza_service.records import (
+from cadenza_service.jobs.lifecycle import TERMINAL, TRANSITIONS, WITHOUT_REASON, IllegalTransition, JobState
+from cadenza_service.jobs.records import (
     IdempotencyConflict,
     InvalidCursor,
     Job,
@@ -25,8 +25,8 @@ from cadenza_service.records import (
     SchemaTooNew,
     StaleEpoch,
 )
+from cadenza_service.jobs.store import Store
 from cadenza_service.snapshot import Event, JobSnapshot, LogLine, Progress, Telemetry
-from cadenza_service.store import Store
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cadenza_service.instructions import (
+from cadenza_service.coordination.recorder import PAGE
+from cadenza_service.orchestration.instructions import (
     COORDINATOR,
     ActorLost,
     ActorStarted,
@@ -35,7 +36,16 @@ from cadenza_service.instructions import (
     WatchWorker,
     WorkerEnded,
 )
-from cadenza_service.recorder import PAGE
+from cadenza_service.orchestration.supervision import (
+    DRAIN_S,
+    LAST_WORDS_S,
+    SILENCE_S,
+    TRANSITIONS,
+    Found,
+    Stage,
+    Supervision,
+)
+from cadenza_service.orchestration.worker_ends import SETTLE_S
 from cadenza_service.snapshot import (
     Failure,
     JobSnapshot,
@@ -46,16 +56,6 @@ from cadenza_service.snapshot import (
     WorkerState,
     WorkerStatus,
 )
-from cadenza_service.supervision import (
-    DRAIN_S,
-    LAST_WORDS_S,
-    SILENCE_S,
-    TRANSITIONS,
-    Found,
-    Stage,
-    Supervision,
-)
-from cadenza_service.worker_ends import SETTLE_S
 
 Kind = TypeVar("Kind")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RuntimeEnvSetupError
 
-from cadenza_service.calls import is_final, why
+from cadenza_service.orchestration.calls import is_final, why
 
 
 def died(text: str) -> ActorDiedError:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from cadenza import transport, wire
-from cadenza.messages import Done, Evaluating, Finish, Message, Publish, Read, Ready, State, encode
-from cadenza.transport import (
+from cadenza.plane import transport, wire
+from cadenza.plane.messages import Done, Evaluating, Finish, Message, Publish, Read, Ready, State, encode
+from cadenza.plane.transport import (
     Buffer,
     Connection,
     NoRequests,
@@ -27,7 +27,7 @@ from cadenza.transport import (
     connect,
     receive_exactly,
 )
-from cadenza.wire import HandshakeError, Header, Identity, ProtocolError, Role, Status
+from cadenza.plane.wire import HandshakeError, Header, Identity, ProtocolError, Role, Status
 
 HOST = "127.0.0.1"
 KEY = b"k" * 32
@@ -538,8 +538,8 @@ def test_a_server_goes_on_after_it_could_not_accept(
 
 FORKING = """
 import os, sys
-from cadenza.transport import connect
-from cadenza.wire import Identity, Role
+from cadenza.plane.transport import connect
+from cadenza.plane.wire import Identity, Role
 connection = connect("127.0.0.1", int(sys.argv[1]), b"k" * 32, Identity(Role.WORKER), peer="", timeout_s=10).start()
 held = connect("127.0.0.1", int(sys.argv[1]), b"k" * 32, Identity(Role.WORKER), peer="", timeout_s=10)
 if os.fork() == 0:

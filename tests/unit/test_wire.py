@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza import wire
-from cadenza.wire import HandshakeError, Header, Identity, ProtocolError, Role, Status
+from cadenza.plane import wire
+from cadenza.plane.wire import HandshakeError, Header, Identity, ProtocolError, Role, Status
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(32)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from cadenza import context
-from cadenza.layout import Layout, Tensor, Vector
-from cadenza.messages import Request
-from cadenza.transport import Connection
-from cadenza.worker import Worker, WorkerJob
+from cadenza.plane.layout import Layout, Tensor, Vector
+from cadenza.plane.messages import Request
+from cadenza.plane.transport import Connection
+from cadenza.process.worker import Worker, WorkerJob
+from cadenza.training import context
 from cadenza_service.snapshot import JobSnapshot
 from tests.harness import LocalCluster, job_spec
 

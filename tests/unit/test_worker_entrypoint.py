@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.entrypoint import EntrypointError, load
-from cadenza.failures import TRACEBACK_LIMIT_BYTES, failure_of, traceback_of
-from cadenza.link import LinkError
+from cadenza.plane.link import LinkError
+from cadenza.process.entrypoint import EntrypointError, load
+from cadenza.process.failures import TRACEBACK_LIMIT_BYTES, failure_of, traceback_of
 
 
 @pytest.fixture

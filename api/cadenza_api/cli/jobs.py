@@ -21,7 +21,7 @@ from cadenza_api.cli.common import (
 from cadenza_api.cli.rendering import end_text, job_lines, jobs_lines, log_text
 from cadenza_api.sizes import human_bytes
 from cadenza_api.views import LogView
-from cadenza_service.lifecycle import JobState
+from cadenza_service.jobs.lifecycle import JobState
 
 StateOption = Annotated[
     JobState | None, typer.Option(help="Only jobs in this state.", case_sensitive=False, show_default=False)

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from cadenza_service.records import Job, StoredEvent, StoredLog
-from cadenza_service.storage import Checkpoint
+from cadenza_service.jobs.records import Job, StoredEvent, StoredLog
+from cadenza_service.jobs.storage import Checkpoint
 
 
 class JsonResponse(JSONResponse):

@@ -15,9 +15,9 @@ from cadenza_api.server.followers import TICK_S, Followers
 from cadenza_api.server.guard import Guard
 from cadenza_api.server.services import Services
 from cadenza_api.server.sse import StreamSlots
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
 from cadenza_service.settings import Settings
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 TITLE = "Cadenza"
 API_VERSION = "1"

@@ -48,7 +48,7 @@ def _run(settings: Settings, stop: threading.Event) -> str | None:
     """Run the service until told to stop; returns what hindered it, if that was foreseen."""
     # Ray reads its environment when it is imported.
     from cadenza_api.server.local_service import NotReady, Unwanted, run_service
-    from cadenza_service.records import SchemaTooNew
+    from cadenza_service.jobs.records import SchemaTooNew
 
     try:
         service = run_service(settings, stop)

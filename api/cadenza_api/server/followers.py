@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Literal
 
-from cadenza_service.lifecycle import TERMINAL, JobState
-from cadenza_service.records import Latest, StoredEvent, StoredLog
-from cadenza_service.store import Store
+from cadenza_service.jobs.lifecycle import TERMINAL, JobState
+from cadenza_service.jobs.records import Latest, StoredEvent, StoredLog
+from cadenza_service.jobs.store import Store
 
 Topic = Literal["events", "logs"]
 FollowedRow = StoredEvent | StoredLog

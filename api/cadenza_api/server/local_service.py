@@ -19,11 +19,11 @@ from ray import serve
 
 from cadenza_api.server.secret_file import write_secret
 from cadenza_api.server.serving import APPLICATION, application
-from cadenza_service import cluster
-from cadenza_service.controller import start_controller
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
+from cadenza_service.orchestration import cluster
+from cadenza_service.orchestration.controller import start_controller
 from cadenza_service.settings import Settings
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 READY_TIMEOUT_S = 120.0
 READY_POLL_S = 0.1

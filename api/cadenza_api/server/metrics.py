@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from cadenza_service.records import Job
+from cadenza_service.jobs.records import Job
+from cadenza_service.jobs.store import Store
 from cadenza_service.snapshot import Histogram
-from cadenza_service.store import Store
 
 SHOWN_AFTER_END_S = 15 * 60.0
 """How long an ended job's series stay: long enough for any scrape interval to see the last values."""

@@ -19,8 +19,8 @@ from starlette.responses import Response
 
 from cadenza_api.server.answers import JsonResponse
 from cadenza_api.user_errors import FieldProblem
-from cadenza_service.records import IdempotencyConflict, InvalidCursor, JobEnded, JobNotFound
-from cadenza_service.storage import BadPackage, CheckpointNotFound, PackageNotFound, PackageTooLarge
+from cadenza_service.jobs.records import IdempotencyConflict, InvalidCursor, JobEnded, JobNotFound
+from cadenza_service.jobs.storage import BadPackage, CheckpointNotFound, PackageNotFound, PackageTooLarge
 
 VALUE_LENGTH = 200
 """Longer values are cut in a problem: the sender has the whole."""

@@ -11,9 +11,9 @@ from starlette.responses import FileResponse, Response
 from cadenza_api.server.answers import JsonResponse, checkpoint_answer
 from cadenza_api.server.problems import Problem
 from cadenza_api.server.services import Given, Services
-from cadenza_service.lifecycle import TERMINAL
-from cadenza_service.records import Job
-from cadenza_service.storage import Checkpoint, PackageTooLarge
+from cadenza_service.jobs.lifecycle import TERMINAL
+from cadenza_service.jobs.records import Job
+from cadenza_service.jobs.storage import Checkpoint, PackageTooLarge
 
 router = APIRouter(tags=["files"])
 

@@ -14,8 +14,8 @@ from cadenza_api.server.problems import Problem
 from cadenza_api.server.services import Given
 from cadenza_api.user_errors import FieldProblem
 from cadenza_api.views import JobView
-from cadenza_service.lifecycle import TERMINAL, JobState
-from cadenza_service.storage import PackageNotFound, Storage
+from cadenza_service.jobs.lifecycle import TERMINAL, JobState
+from cadenza_service.jobs.storage import PackageNotFound, Storage
 
 PAGE_LIMIT = 200
 

@@ -10,9 +10,9 @@ from fastapi import Depends, Request
 
 from cadenza_api.server.followers import Followers
 from cadenza_api.server.sse import StreamSlots
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
 from cadenza_service.settings import Settings
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)

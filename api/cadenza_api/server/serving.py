@@ -11,9 +11,9 @@ from pydantic import SecretStr
 from ray import serve
 
 from cadenza_api.server.app import create_app
+from cadenza_service.jobs.storage import Storage
+from cadenza_service.jobs.store import Store
 from cadenza_service.settings import Settings
-from cadenza_service.storage import Storage
-from cadenza_service.store import Store
 
 APPLICATION = "cadenza"
 

@@ -18,8 +18,8 @@ from cadenza_api.server.answers import event_answer, log_answer, to_json
 from cadenza_api.server.followers import Followers, FollowingStopped, Topic
 from cadenza_api.server.problems import Problem, invalid_request
 from cadenza_api.user_errors import FieldProblem
-from cadenza_service.lifecycle import JobState
-from cadenza_service.records import StoredEvent, StoredLog
+from cadenza_service.jobs.lifecycle import JobState
+from cadenza_service.jobs.records import StoredEvent, StoredLog
 
 HEARTBEAT_S = 15
 """A comment when so long nothing was sent: proxies commonly close what is silent for 60 s."""

@@ -1,0 +1,1 @@
+"""Round coordination: rounds, data leases, progress, and the coordinator's server."""

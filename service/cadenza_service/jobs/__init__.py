@@ -1,0 +1,1 @@
+"""The job store: lifecycle, tables, files."""

@@ -1,0 +1,1 @@
+"""Jobs as Ray actors: admission, supervisor, controller."""

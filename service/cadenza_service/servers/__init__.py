@@ -1,0 +1,1 @@
+"""Parameter-server shards: committed weights, aggregation, server optimizers."""

@@ -1,0 +1,1 @@
+"""The data plane: what travels, and how."""

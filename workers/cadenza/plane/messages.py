@@ -1,0 +1,381 @@
+"""The messages of the data plane and of the control connection, as typed, checked structures.
+
+Each travels as MessagePack in a frame (see :mod:`cadenza.plane.wire`); bulk bytes follow it in the same frame.
+docs/protocol.md tells who sends what when. This module imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from cadenza.plane.layout import Layout
+
+RequestKind = Literal["update", "abstain", "fetch"]
+Content = Literal["weights", "gradient", "gradients", "unchanged"]
+Stream = Literal["stdout", "stderr"]
+SyncPhase = Literal["send", "wait", "receive", "apply"]
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+
+SYNC_BOUNDS_S: tuple[float, ...] = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
+"""Upper bounds of the buckets of synchronisation times, in seconds."""
+
+BUCKETS = len(SYNC_BOUNDS_S) + 1
+"""The last one is +Inf."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class's name is the tag."""
+
+
+class Key(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What makes a request unique: applied once, however often it is sent."""
+
+    worker: Count
+    incarnation: Count
+    seq: Positive
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Positions ``start`` to ``stop`` of a leased run of samples, used up by one contribution."""
+
+    lease: int
+    start: Count
+    stop: Count
+
+
+# --- worker -> shard -------------------------------------------------------------------------------
+
+
+class Publish(Message, frozen=True):
+    """The sender's values of the named vectors become the shard's; the body is the shard's slices in layout order."""
+
+    vectors: tuple[str, ...]
+
+
+class Request(Message, frozen=True):
+    """A worker's turn: an update to be merged, an abstention from the round, or a wish for the committed state.
+
+    An update's body is the shard's slices of the travelling vectors in layout order: deltas, or in sync
+    mode mean gradients (buffers are always deltas), encoded by ``codec``.
+    """
+
+    kind: RequestKind
+    seq: Positive
+    base_version: Annotated[int, Meta(ge=-1)]
+    """The version that the update was computed from; -1 for a worker that has none."""
+    vectors: tuple[str, ...]
+    """update: what the body holds; fetch: what the answer shall hold."""
+    codec: str = "fp32"
+    samples: Count = 0
+    steps: Count = 0
+    """Local optimizer steps in it."""
+    loss: float | None = None
+    """Mean training loss over ``samples``; none if unknown or not finite."""
+    present: bytes = b""
+    """sync mode: bit i (little-endian within bytes) says that the i-th trainable parameter has a gradient."""
+    spans: tuple[Span, ...] = ()
+    reason: str = ""
+    """abstain: why, such as ``amp_overflow``."""
+
+
+class Read(Message, frozen=True):
+    """An observer's wish for the committed state as it is, outside all rounds. Answered by State."""
+
+    vectors: tuple[str, ...]
+
+
+# --- shard -> worker -------------------------------------------------------------------------------
+
+
+class Done(Message, frozen=True):
+    """The call was carried out."""
+
+
+class Refused(Message, frozen=True):
+    """The call was not carried out."""
+
+    code: str
+    message: str
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What the coordinator tells one worker with an answer; the same from every shard."""
+
+    version: int
+    round: int
+    steps: int
+    """Committed global steps after this round."""
+    dropped: str = ""
+    """Why this worker's contribution was not merged; empty where it was."""
+    staleness: int = 0
+    stop: str = ""
+    """Why training ends now; empty while it goes on."""
+    evaluate: bool = False
+    """This worker is asked to evaluate the committed weights."""
+    local_steps: int = 1
+    """Steps until this worker's next contribution."""
+
+
+class Answer(Message, frozen=True):
+    """The answer to a Request; the body is the shard's slices of ``vectors`` in layout order.
+
+    ``weights``: committed values. ``gradient``: the mean gradient (and, for buffers, committed values).
+    ``gradients``: the mean gradients of the rounds that the worker missed, oldest first, one after another.
+    ``unchanged``: no body; the worker's base version is the committed one.
+    """
+
+    content: Content
+    note: Note
+    vectors: tuple[str, ...] = ()
+    codec: str = "fp32"
+    present: tuple[bytes, ...] = ()
+    """gradient, gradients: for each round, which parameters got a gradient from anyone."""
+
+
+class State(Message, frozen=True):
+    """The answer to Read; the body is the shard's slices of the vectors in layout order."""
+
+    version: int
+    round: int
+
+
+# --- coordinator <-> shard -------------------------------------------------------------------------
+
+
+class Assign(Message, frozen=True):
+    """What a shard holds; sent once, before any worker speaks to it."""
+
+    layout: Layout
+    shard: int
+    shards: int
+    mode: str
+    outer: dict[str, Any]
+
+
+class Received(Message, frozen=True):
+    """A shard has a worker's request, complete and checked. One-way."""
+
+    shard: int
+    key: Key
+    kind: RequestKind
+    base_version: int
+    samples: int
+    steps: int
+    loss: float | None
+    finite: bool
+    present: bytes
+    spans: tuple[Span, ...]
+    reason: str
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A contribution that a decision merges, with its weights."""
+
+    key: Key
+    weight: float
+    buffer_weight: float
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """A request that a decision answers."""
+
+    key: Key
+    note: Note
+
+
+class Decision(Message, frozen=True):
+    """One entry of the coordinator's ordered log; every shard carries out the same entries in the same order.
+
+    It is also the commit record: with the weights, each shard keeps the latest one.
+    """
+
+    index: int
+    """Counts from 1 without a gap."""
+    epoch: int
+    round: int
+    version: int
+    """The version after it; it grows by one exactly where ``parts`` is not empty."""
+    parts: tuple[Part, ...] = ()
+    """In member order, which is the order of summation."""
+    discard: tuple[Key, ...] = ()
+    replies: tuple[Reply, ...] = ()
+    present: bytes = b""
+    """sync mode: which parameters got a gradient from anyone."""
+    keep_after: int | None = None
+    """sync mode: the version that an evaluating worker's model holds (the oldest, if several evaluate). Answers of
+    later rounds are kept for it; none where nobody evaluates."""
+    spans: tuple[Span, ...] = ()
+    """The data that this commit used up."""
+
+
+# --- worker -> coordinator (control connection) ----------------------------------------------------
+
+
+class Join(Message, frozen=True):
+    """The worker has its model and waits for the others. Answered by Joined when all are there."""
+
+    layout: Layout
+    node: str
+    device: str
+
+
+class Joined(Message, frozen=True):
+    """What a worker needs to begin."""
+
+    publish: bool
+    """This worker's model is the job's first state: publish all vectors, then send Ready."""
+    mode: str
+    local_steps: int
+    epochs: int
+    workers: int
+    shards: tuple[tuple[str, int], ...]
+    """Host and port of each shard, by number."""
+    codec: str
+    round_timeout_s: float
+    """How long the coordinator lets a round wait; a worker waits a little longer."""
+
+
+class Ready(Message, frozen=True):
+    """The publisher has published. Answered by Done; then the other workers' Join is answered."""
+
+
+class Lease(Message, frozen=True):
+    """A wish for samples to train on. Answered by Leased, or by Exhausted."""
+
+    dataset_size: Count
+    batch_size: Positive
+    shuffle: bool
+    epochs: Positive
+    drop_last: bool = False
+
+
+class Leased(Message, frozen=True):
+    """Positions ``start`` to ``stop`` of epoch ``epoch``'s order are the worker's to train on.
+
+    Position p is sample ``permutation(seed, epoch)[p]`` where shuffled, else sample p.
+    """
+
+    lease: int
+    epoch: int
+    start: int
+    stop: int
+    seed: int
+
+
+class Exhausted(Message, frozen=True):
+    """No more data: the epochs are handed out, or training ends."""
+
+    reason: str
+
+
+class Evaluating(Message, frozen=True):
+    """The worker evaluates: rounds go on without it until its next Request. Answered by Done."""
+
+
+class Report(Message, frozen=True):
+    """Metrics that the user's code reported. One-way."""
+
+    metrics: dict[str, float]
+    steps: int
+
+
+class Telemetry(Message, frozen=True):
+    """Cumulative figures of one worker since it joined. One-way; also its sign of life."""
+
+    steps: int
+    samples: int
+    compute_seconds: float
+    push_bytes: int
+    pull_bytes: int
+    raw_push_bytes: int
+    raw_pull_bytes: int
+    phases: dict[
+        SyncPhase, tuple[Annotated[tuple[int, ...], Meta(min_length=BUCKETS, max_length=BUCKETS)], float]
+    ]
+    """By phase: cumulative bucket counts (bounds: SYNC_BOUNDS_S, then +Inf) and the sum of seconds."""
+
+
+class Log(Message, frozen=True):
+    """Lines that the worker printed. One-way."""
+
+    lines: tuple[tuple[float, Stream, str], ...]
+    """Seconds since the Unix epoch, stream, text."""
+
+
+class Notice(Message, frozen=True):
+    """Something that the user should see as an event. One-way."""
+
+    kind: str
+    message: str
+    severity: str
+    data: dict[str, Any] = {}
+
+
+class Ended(Message, frozen=True):
+    """The attempt failed: no request will be answered any more, on any connection. One-way, to the worker."""
+
+    reason: str
+
+
+class Finish(Message, frozen=True):
+    """The worker has no more steps to take and nothing pending. Answered by Finished."""
+
+
+class Finished(Message, frozen=True):
+    """``last``: no other worker trains; evaluate if asked to, and publish what the shards lack."""
+
+    last: bool
+
+
+class Published(Message, frozen=True):
+    """The last worker has published what the shards lacked: the model is complete. Answered by Done."""
+
+
+class Failed(Message, frozen=True):
+    """The user's code, or the worker itself, failed. One-way."""
+
+    kind: str
+    message: str
+    traceback: str
+    step: int | None
+    remedy: str = ""
+
+
+AnyMessage = (
+    Publish | Request | Read | State | Done | Refused | Answer | Assign | Received | Decision | Join | Joined | Ready | Lease | Leased
+    | Exhausted | Ended | Evaluating | Report | Telemetry | Log | Notice | Finish | Finished | Published | Failed
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Message:
+    """The message in ``data``; raises msgspec.ValidationError or DecodeError on anything else."""
+    return _decoder.decode(data)

@@ -1,0 +1,1 @@
+"""The worker process: loads and runs the user's function."""

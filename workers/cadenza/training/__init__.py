@@ -1,0 +1,1 @@
+"""Beside the user's loop: the session and what it is made of."""

@@ -1,0 +1,166 @@
+"""One worker's place among the others: when it comes together with them, and how it follows what was decided."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from cadenza.plane.link import Link
+from cadenza.plane.messages import Joined, Note
+from cadenza.training.averaging import GradientAveraging, WeightAveraging
+from cadenza.training.evaluation import Asked, Evaluation
+from cadenza.training.flat import FlatModel
+from cadenza.training.meter import Meter
+from cadenza.training.schedule import Schedule
+from cadenza.training.stepping import Averaged, Stepper
+from cadenza.training.tally import Tally
+
+
+class Ensemble:
+    """Counts local steps and makes an exchange when one is due.
+
+    ``tally`` is what the next contribution will say of itself; whoever makes a step adds to it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        joined: Joined,
+        flat: FlatModel,
+        optimizer: Optimizer,
+        stepper: Stepper,
+        schedule: Schedule,
+    ) -> None:
+        self.tally = Tally()
+        self._link = link
+        self._stepper = stepper
+        self._schedule = schedule
+        self._averaging = (
+            GradientAveraging(flat, link, joined)
+            if joined.mode == "sync"
+            else WeightAveraging(flat, link, joined, optimizer)
+        )
+        self._publishes = joined.publish
+        self._interval = joined.local_steps
+        self._evaluation = Evaluation(link)
+        self._meter = Meter(link)
+        self._last: bool | None = None
+        """Whether no other worker trains any more; none while this one does."""
+
+    @property
+    def note(self) -> Note:
+        """What the latest answer said."""
+        return self._averaging.exchanger.note
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this worker."""
+        return self._meter.steps
+
+    def begin(self) -> None:
+        """Bring the model to the job's first state."""
+        self._averaging.begin(publish=self._publishes)
+        self._meter.resume()
+
+    # --- a step ---
+
+    def begin_step(self) -> None:
+        """The model is about to change: a call to evaluate it that was not heeded lapses."""
+        if self._evaluation.state is not Asked.NO:
+            self.come_back()
+            self._evaluation.ask(False)
+
+    def average(self) -> Averaged:
+        """sync: make the parameters' gradients the mean over the workers."""
+        assert isinstance(self._averaging, GradientAveraging)
+        begun_at = self._meter.pause()
+        averaged = self._averaging.average(self.tally.take(), watch_overflow=self._stepper.scaled)
+        self._follow(begun_at)
+        return averaged
+
+    def end_step(self, samples: int) -> None:
+        """The optimizer has stepped, on so many samples; synchronise the weights if that is due."""
+        self._meter.step(samples)
+        self._schedule.advance(self.note.steps + self.tally.steps)
+        if self.tally.steps >= self._interval:
+            self._merge()
+
+    def _merge(self) -> None:
+        assert isinstance(self._averaging, WeightAveraging), "sync mode leaves no local steps"
+        begun_at = self._meter.pause()
+        self._averaging.merge(self.tally.take())
+        self._follow(begun_at)
+        self._schedule.advance(self.note.steps)
+
+    def _follow(self, begun_at: float) -> None:
+        """An exchange that began at ``begun_at`` is over: heed its note."""
+        self._interval = self.note.local_steps
+        self._evaluation.ask(self.note.evaluate)
+        took_s = self._meter.excluded(begun_at)
+        self._meter.tell(max(took_s - self._averaging.exchanger.seconds, 0.0))
+
+    # --- evaluation ---
+
+    def evaluation_due(self, *, repeatable: bool) -> bool:
+        """Whether to evaluate now; if so, the rounds go on meanwhile where this worker can make up for them.
+
+        Args:
+            repeatable: whether the session itself makes the steps, so that in sync mode it can repeat missed ones.
+        """
+        if self._evaluation.state is not Asked.YES:
+            return False
+        leave = self._last is None and self._may_leave(repeatable)
+        self._meter.pause()
+        return self._evaluation.due(leave=leave)
+
+    def come_back(self) -> None:
+        """Catch up with the rounds that went on while this worker evaluated, if it did."""
+        if self._evaluation.state is not Asked.AWAY:
+            return
+        self._evaluation.ask(False)
+        if isinstance(self._averaging, WeightAveraging):
+            self._averaging.catch_up()
+        else:
+            self._averaging.catch_up(self._repeat)
+        self._interval = self.note.local_steps
+        self._schedule.advance(self.note.steps)
+        self._meter.resume()
+
+    def stay(self) -> None:
+        """A loop has stepped without coming back from its evaluation: its next contribution brings it back."""
+        if self._evaluation.state is Asked.AWAY:
+            self._evaluation.ask(False)
+            self._meter.resume()
+
+    def goes_on(self) -> bool:
+        """Whether to train on; catches up first."""
+        self.come_back()
+        return not self.note.stop
+
+    def _may_leave(self, repeatable: bool) -> bool:
+        if isinstance(self._averaging, WeightAveraging):
+            return True
+        # To the bit, or the workers drift apart: with the same clipping and learning rate as the others had.
+        return repeatable and self._stepper.clips_alike and not self._schedule.users
+
+    def _repeat(self) -> None:
+        self._stepper.repeat()
+        self._schedule.advance_by_one()
+
+    # --- the end ---
+
+    def finish(self) -> None:
+        """Contribute what is pending and leave the rounds."""
+        self.come_back()
+        if self.tally.steps:
+            self._merge()
+        self._meter.tell(None)
+        self._last = self._link.finish()
+        if self._last and isinstance(self._averaging, WeightAveraging):
+            self._averaging.catch_up()
+        self._evaluation.ask(self._last)
+
+    def complete(self) -> None:
+        """If this worker was the last one, give the shards what only workers hold."""
+        if self._last:
+            self._averaging.publish(everything=isinstance(self._averaging, GradientAveraging))
+            self._link.published()
