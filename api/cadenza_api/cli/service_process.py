@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -83,8 +82,9 @@ def running(settings: Settings, command: Sequence[str] | None = None) -> Iterato
 def _child(
     settings: Settings, command: Sequence[str], log: Path, lock: IO[str]
 ) -> Iterator[subprocess.Popen[str]]:
+    folder = settings.home / "empty"
+    folder.mkdir(exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(prefix="cadenza-up-") as folder,
         log.open("w") as log_file,
         subprocess.Popen(
             command,
