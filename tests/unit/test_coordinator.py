@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cadenza.plane import messages
+from cadenza.plane.connection import RefusedError
 from cadenza.plane.layout import Layout
 from cadenza.plane.link import LinkError
 from cadenza.plane.messages import (
@@ -36,7 +37,6 @@ from cadenza.plane.messages import (
     Telemetry,
 )
 from cadenza.plane.network import Control, NetworkLink
-from cadenza.plane.transport import RefusedError
 from cadenza.plane.wire import HandshakeError
 from cadenza.spec import JobSpec
 from cadenza_service.coordination.coordinator import LEGAL_PHASES, CoordinatorServer, Phase

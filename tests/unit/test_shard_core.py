@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cadenza.plane import wire
 from cadenza.plane.codecs import as_bytes
+from cadenza.plane.connection import Buffer, Connection, NoRequests, Refusal, RefusedError
 from cadenza.plane.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
 from cadenza.plane.messages import (
     Assign,
@@ -32,7 +33,7 @@ from cadenza.plane.messages import (
     State,
     encode,
 )
-from cadenza.plane.transport import Buffer, Connection, NoRequests, Refusal, RefusedError, connect
+from cadenza.plane.transport import connect
 from cadenza.plane.wire import HandshakeError, Identity, ProtocolError, Role
 from cadenza_service.servers.shard import ShardServer
 from cadenza_service.servers.shard_core import ShardCore

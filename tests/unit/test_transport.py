@@ -15,18 +15,11 @@ from typing import Any
 
 import pytest
 
-from cadenza.plane import transport, wire
+from cadenza.plane import sockets, transport, wire
+from cadenza.plane.connection import Buffer, Connection, NoRequests, Refusal, RefusedError
 from cadenza.plane.messages import Done, Evaluating, Finish, Message, Publish, Read, Ready, State, encode
-from cadenza.plane.transport import (
-    Buffer,
-    Connection,
-    NoRequests,
-    Refusal,
-    RefusedError,
-    Server,
-    connect,
-    receive_exactly,
-)
+from cadenza.plane.sockets import receive_exactly
+from cadenza.plane.transport import Server, connect
 from cadenza.plane.wire import HandshakeError, Header, Identity, ProtocolError, Role, Status
 
 HOST = "127.0.0.1"
@@ -484,8 +477,8 @@ def test_after_closing_no_thread_and_no_socket_remains() -> None:
     for sock in silent:
         receive_exactly(sock, wire.SERVER_HELLO_SIZE)
     port = server.server.address[1]
-    sockets = [sock for sock in transport._open_sockets if sock.fileno() >= 0 and port in ports(sock)]
-    assert len(sockets) >= 1 + 2 * len(clients)
+    ours = [sock for sock in sockets._open_sockets if sock.fileno() >= 0 and port in ports(sock)]
+    assert len(ours) >= 1 + 2 * len(clients)
     begun_at = time.monotonic()
     server.server.close()
     server.server.close()
@@ -493,7 +486,7 @@ def test_after_closing_no_thread_and_no_socket_remains() -> None:
         client.join(SOON_S)
     assert time.monotonic() - begun_at < 3
     assert eventually(lambda: cadenza_threads() <= before)
-    assert eventually(lambda: all(sock.fileno() < 0 for sock in sockets))
+    assert eventually(lambda: all(sock.fileno() < 0 for sock in ours))
     for sock in silent:
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from cadenza.plane.connection import Connection
 from cadenza.plane.layout import Layout, Tensor, Vector
 from cadenza.plane.messages import Request
-from cadenza.plane.transport import Connection
 from cadenza.process.worker import Worker, WorkerJob
 from cadenza.training import context
 from cadenza_service.snapshot import JobSnapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from cadenza.plane.connection import Connection, NoRequests
 from cadenza.plane.messages import (
     Evaluating,
     Failed,
@@ -19,7 +20,6 @@ from cadenza.plane.messages import (
     Report,
     Telemetry,
 )
-from cadenza.plane.transport import Connection, NoRequests
 from cadenza.plane.wire import ProtocolError
 
 

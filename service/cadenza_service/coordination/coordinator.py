@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cadenza.plane.connection import Connection, Refusal, RefusedError
 from cadenza.plane.layout import Layout
 from cadenza.plane.messages import (
     Assign,
@@ -33,7 +34,7 @@ from cadenza.plane.messages import (
     Report,
     Telemetry,
 )
-from cadenza.plane.transport import Connection, Refusal, RefusedError, Server, connect
+from cadenza.plane.transport import Server, connect
 from cadenza.plane.wire import Identity, Role, Status
 from cadenza.spec import JobSpec
 from cadenza_service.coordination import terms

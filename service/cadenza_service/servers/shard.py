@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cadenza.plane.connection import Buffer, Connection, Handler, Refusal
 from cadenza.plane.messages import Assign, Decision, Done, Key, Message, Publish, Read, Request, State
-from cadenza.plane.transport import Buffer, Connection, Handler, Refusal, Server
+from cadenza.plane.transport import Server
 from cadenza.plane.wire import Identity, ProtocolError, Role, Status
 from cadenza_service.servers.shard_core import ShardCore
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import CODECS, as_bytes
+from cadenza.plane.connection import Refusal
 from cadenza.plane.layout import NUMPY_TYPES, Slice, accumulator
 from cadenza.plane.messages import Answer, Assign, Decision, Key, Part, Publish, Received, Reply, Request
-from cadenza.plane.transport import Refusal
 from cadenza.plane.wire import ProtocolError
 from cadenza_service.servers.aggregate import ServerOptimizer, server_optimizer, weighted_sum
 

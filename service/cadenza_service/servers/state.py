@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import as_bytes
+from cadenza.plane.connection import Buffer
 from cadenza.plane.layout import NUMPY_TYPES, Layout
 from cadenza.plane.messages import Message, Read, State
-from cadenza.plane.transport import Buffer, connect
+from cadenza.plane.transport import connect
 from cadenza.plane.wire import Identity, ProtocolError, Role
 
 READ_TIMEOUT_S = 600.0

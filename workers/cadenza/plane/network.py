@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import CODECS, as_bytes
+from cadenza.plane.connection import Buffer, Connection, NoRequests, Pending, RefusedError
 from cadenza.plane.layout import NUMPY_TYPES, Layout, Slice
 from cadenza.plane.link import Arrays, LinkError, Timings
 from cadenza.plane.messages import (
@@ -40,7 +41,7 @@ from cadenza.plane.messages import (
     SyncPhase,
     Telemetry,
 )
-from cadenza.plane.transport import Buffer, Connection, NoRequests, Pending, RefusedError, connect
+from cadenza.plane.transport import connect
 from cadenza.plane.wire import Identity, ProtocolError, Role
 
 CONTROL_TIMEOUT_S = 60.0
