@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cadenza_service.loopback import is_loopback
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
@@ -105,13 +106,3 @@ class Settings(BaseSettings):
     def storage_path(self) -> Path:
         """The folder that ``storage`` names."""
         return Path(self.storage)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``; a name other than localhost is taken as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

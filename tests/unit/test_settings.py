@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cadenza_service.settings import Settings, is_loopback
+from cadenza_service.loopback import is_loopback
+from cadenza_service.settings import Settings
 
 
 @pytest.fixture(autouse=True)

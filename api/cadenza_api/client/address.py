@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 import httpx
 
 from cadenza_api.user_errors import UserError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-def is_loopback(url: str) -> bool:
-    """Whether ``url`` names this machine itself."""
-    host = httpx.URL(url).host
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def checked(url: str) -> str:

@@ -26,13 +26,14 @@ import httpx
 from pydantic import ValidationError
 
 from cadenza.spec import JobSpec
-from cadenza_api.client.address import DEFAULT_URL, checked, is_loopback
+from cadenza_api.client.address import DEFAULT_URL, checked
 from cadenza_api.client.errors import ApiError, Unreachable, raise_for_problem
 from cadenza_api.client.event_stream import Message, messages
 from cadenza_api.client.packaging import Package, describe, packed
 from cadenza_api.client.patience import Patience
 from cadenza_api.user_errors import UserError
 from cadenza_api.views import Answer, CheckpointView, EventView, JobView, LogView
+from cadenza_service.loopback import is_loopback
 
 CONNECT_TIMEOUT_S = 5.0
 STREAM_SILENCE_S = 60.0
@@ -69,7 +70,7 @@ class Client:
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S)),
             transport=transport,
             # A proxy from the environment knows nothing of this machine's own addresses.
-            trust_env=not is_loopback(self.url),
+            trust_env=not is_loopback(httpx.URL(self.url).host),
         )
 
     def __enter__(self) -> Client:

@@ -14,7 +14,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cadenza_api.server.problems import Problem
-from cadenza_service.settings import Settings, is_loopback
+from cadenza_service.loopback import is_loopback
+from cadenza_service.settings import Settings
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Probes carry no token."""
