@@ -20,8 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/cadenza demo
 
+# Unit tests side by side; integration tests one after another, since each has a Ray cluster of its own.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration
 
 check: setup
 	$(BIN)/ruff check .

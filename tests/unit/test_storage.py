@@ -57,7 +57,7 @@ def test_an_unknown_package_is_not_found(storage: Storage) -> None:
         storage.package(DIGEST)
 
 
-@pytest.mark.parametrize("digest", ["", "abc", DIGEST.upper(), "../" + DIGEST[3:]])
+@pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "../" + "a" * 61])
 def test_a_digest_is_64_hex_digits(storage: Storage, digest: str) -> None:
     with pytest.raises(BadPackage, match="not a sha256"):
         storage.package(digest)

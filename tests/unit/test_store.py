@@ -292,7 +292,7 @@ class TestExplain:
         told = [event for event in store.events(job_id) if event.kind == "reason"]
         assert [(event.message, event.data["code"]) for event in told] == [("2 CPUs are missing", nodes.code)]
 
-    @pytest.mark.parametrize("state", [JobState.RUNNING, *TERMINAL])
+    @pytest.mark.parametrize("state", [JobState.RUNNING, *sorted(TERMINAL)])
     def test_other_states_are_refused(self, store: Store, state: JobState) -> None:
         job_id = create(store)
         bring(store, job_id, state)
