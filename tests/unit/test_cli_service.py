@@ -279,8 +279,11 @@ def test_demo_runs_a_service_of_its_own_and_stops_it(
 ) -> None:
     monkeypatch.setattr(cli_service, "_answers", lambda connection: False)
     use(monkeypatch, RECORDING)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert run_demo(service) == 0
-    assert "cadenza up" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "  cadenza up" in shown
+    assert f"{settings.api_url}/docs" in shown
     assert (settings.home / "stopped").exists()
     assert {request.url.port for request in service.requests} == {1}
 
@@ -330,3 +333,16 @@ def test_a_demo_that_takes_for_ever_is_given_up(
 
 def test_the_examples_are_found_beside_the_sources() -> None:
     assert (demo.examples_folder() / "demo.yaml").is_file()
+
+
+def test_the_next_steps_call_the_program_as_the_user_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    for called, shown in (
+        (tmp_path / ".venv/bin/cadenza", ".venv/bin/cadenza"),
+        (Path("/opt/bin/cadenza"), "/opt/bin/cadenza"),
+    ):
+        monkeypatch.setattr("sys.argv", [str(called), "demo"])
+        assert demo.own_name() == shown

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -96,13 +98,23 @@ def summary_lines(result: dict[str, Any]) -> list[str]:
 
 
 def next_steps(url: str, *, still_running: bool) -> list[str]:
-    """What to try after the demonstration."""
+    """What to try after the demonstration; ``url`` is where the service is, or will be after ``up``."""
     folder = examples_folder()
     others = [path for path in sorted(folder.glob("*.yaml")) if path.name != SPEC_NAME]
-    start = [] if still_running else ["cadenza up                            # the service, until Ctrl-C"]
-    submits = [f"cadenza submit {path} --watch" for path in others]
-    commands = [*start, *submits, "cadenza show latest"]
+    program = own_name()
+    start = [] if still_running else [f"{program} up                            # the service, until Ctrl-C"]
+    submits = [f"{program} submit {path} --watch" for path in others]
+    commands = [*start, *submits, f"{program} show latest"]
     return ["", "Next:", *(f"  {command}" for command in commands), f"  {url}/docs describes the REST API"]
+
+
+def own_name() -> str:
+    """How this command line is called from where the user is: by name where the shell finds it, else by path."""
+    if shutil.which("cadenza"):
+        return "cadenza"
+    program = Path(sys.argv[0])
+    here = Path.cwd()
+    return str(program.relative_to(here) if program.is_relative_to(here) else program)
 
 
 def _followed(

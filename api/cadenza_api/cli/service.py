@@ -67,6 +67,7 @@ def demo(context: typer.Context, keep: KeepOption = False, as_json: JsonOption =
     from cadenza_api.cli.service_process import running
 
     connection = connection_of(context)
+    wanted_url = connection.url
     with ExitStack() as stack:
         service = None
         if not _answers(connection):
@@ -77,7 +78,8 @@ def demo(context: typer.Context, keep: KeepOption = False, as_json: JsonOption =
         with display(sys.stderr if as_json else sys.stdout) as shown:
             result = run_demo(client, shown, _settings(connection).home / "downloads")
         kept = service is None or keep
-        lines = [*summary_lines(result), *next_steps(client.url, still_running=kept)]
+        url = client.url if kept else wanted_url
+        lines = [*summary_lines(result), *next_steps(url, still_running=kept)]
         print_result(result, lines, as_json=as_json)
         if service is not None and keep:
             note(f"the service goes on at {client.url}, until Ctrl-C")
