@@ -46,6 +46,12 @@ def never_steps(config):
         pass
 
 
+def shows_its_gpu(config):
+    import os
+    print("this worker's cards:", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    train(config)
+
+
 def imports_helpers(config):
     import helpers
     print("helpers say", helpers.GREETING)

@@ -26,6 +26,9 @@ from cadenza_service.orchestration.admission import Node
 from cadenza_service.orchestration.controller import start_controller
 from cadenza_service.settings import Settings
 
+GPUS = 1
+"""Logical: Ray hands it out, and there need not be one."""
+
 CPUS = 4
 TIMEOUT_S = 120.0
 
@@ -46,6 +49,7 @@ class Service:
         os.chdir(empty)  # Ray puts the current folder on the path of every process.
         ray.init(
             num_cpus=CPUS,
+            num_gpus=GPUS,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from cadenza_service.jobs.lifecycle import JobState
@@ -50,6 +51,17 @@ def test_as_many_workers_start_as_fit(service: Service) -> None:
     assert len(job.progress.workers) == 2
 
 
+def test_a_worker_gets_the_gpu_that_it_asks_for(service: Service) -> None:
+    """Ray's part of it: the card is the worker's alone. Without one, PyTorch sees none, and the job is told so."""
+    job = service.submit(
+        CODE, entrypoint="regression:shows_its_gpu", workers={"min": 1, "cpus": 1, "gpus": 1}
+    )
+    job = service.wait(job.id, JobState.SUCCEEDED)
+    assert "this worker's cards: 0" in [line.text for line in service.store.logs(job.id)]
+    told = {event.kind for event in service.store.events(job.id)}
+    assert ("no_gpu" in told) is not torch.cuda.is_available()
+
+
 def test_the_package_may_name_its_modules_like_ours(service: Service) -> None:
     """A single top-level folder, a module that exists nowhere else, and two named like modules of the service."""
     folder = "examples_of_mine"
@@ -67,7 +79,7 @@ def test_too_many_resources_are_named_and_the_job_can_be_cancelled(service: Serv
     job = service.submit(CODE, entrypoint="regression:train", workers={"min": 4, "cpus": 16, "gpus": 1})
     job = service.wait(job.id, JobState.UNSCHEDULABLE)
     assert job.reason is not None
-    assert "missing 60 CPU and 4 GPU" in job.reason.message
+    assert "missing 60 CPU and 3 GPU" in job.reason.message
     assert service.store.cancel(job.id).state is JobState.CANCELLED
 
 
