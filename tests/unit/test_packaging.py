@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import zipfile
@@ -204,3 +205,21 @@ def test_an_existing_zip_is_taken_as_it_is(tmp_path: Path) -> None:
     with packed(tmp_path / "code") as package:
         copy = shutil.copy(package.path, tmp_path / "copy.zip")
         assert describe(Path(copy)).sha256 == package.sha256
+
+
+@pytest.mark.parametrize("name", ["cadenza.py", "cadenza/plane.py", "cadenza_service/__init__.py"])
+def test_code_that_would_hide_ours_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    with pytest.raises(PackagingError, match=re.escape(name)), packed(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["mine/cadenza.py", "cadenza.yaml", "cadenza_notes.py", "service.py"])
+def test_other_names_are_the_users_own(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("")
+    with packed(tmp_path) as package:
+        assert package.files == 1

@@ -194,3 +194,9 @@ def test_leftovers_of_killed_writers_are_removed(storage: Storage, tmp_path: Pat
 def test_a_job_id_cannot_leave_its_folder(storage: Storage) -> None:
     with pytest.raises(ValueError, match="job_id"):
         storage.checkpoints("../x")
+
+
+@pytest.mark.parametrize("name", ["cadenza.py", "cadenza/__init__.py", "cadenza_api/client.py"])
+def test_a_zip_that_would_hide_our_packages_is_refused(storage: Storage, name: str) -> None:
+    with pytest.raises(BadPackage, match=name):
+        put(storage, zipped((name, b"")))

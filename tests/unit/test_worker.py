@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import cadenza
 from cadenza.plane.connection import Connection
 from cadenza.plane.layout import Layout, Tensor, Vector
 from cadenza.plane.messages import Request
@@ -110,6 +111,16 @@ def raises(config: dict[str, Any]) -> None:
     raise ValueError("no more data")
 
 
+def raises_between_rounds(config: dict[str, Any]) -> None:
+    model = torch.nn.Linear(2, 1)
+    with cadenza.join(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        for _ in range(11):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            session.step(loss, samples=1)
+        raise ValueError("at step 11")
+
+
 def exits(config: dict[str, Any]) -> None:
     sys.exit("gave up")
 
@@ -151,6 +162,12 @@ def test_the_users_error_comes_with_worker_step_traceback_and_log(cluster: Local
     assert "in raises" in first_frame
     assert [line.text for line in snapshot.logs][-1] == "ValueError: no more data"
     assert {line.stream for line in snapshot.logs} == {"stderr"}
+
+
+def test_steps_since_the_latest_round_are_told_with_an_error(cluster: LocalCluster) -> None:
+    _, snapshot = run(cluster, f"{__name__}:raises_between_rounds")
+    assert snapshot.failure is not None
+    assert snapshot.failure.step == 11  # Rounds come at every eighth.
 
 
 @pytest.mark.parametrize(

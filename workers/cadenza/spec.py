@@ -20,8 +20,17 @@ NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
 PACKAGE_PATTERN = r"^sha256:[0-9a-f]{64}$"
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
+OWN_PACKAGES = frozenset({"cadenza", "cadenza_service", "cadenza_api"})
+"""Top-level names that a job's code may not have: it comes first on the workers' path, and would hide ours."""
+
 DEFAULT_LOCAL_STEPS: dict[Mode, int] = {"sync": 1, "local": 8, "ssp": 1, "async": 1}
 DEFAULT_STALENESS = 4
+
+
+def hides_ours(path: str) -> bool:
+    """Whether a file at ``path`` in a job's code (with ``/``) would be imported in place of one of OWN_PACKAGES."""
+    top, _, below = path.partition("/")
+    return (top if below else top.removesuffix(".py")) in OWN_PACKAGES and path.endswith(".py")
 
 
 class Section(BaseModel):

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from pathspec import GitIgnoreSpec
 
+from cadenza.spec import hides_ours
 from cadenza_api.sizes import human_bytes
 from cadenza_api.user_errors import UserError, bullet_list
 
@@ -94,6 +95,11 @@ def packed(folder: Path, limit_bytes: int = PACKAGE_LIMIT_BYTES) -> Iterator[Pac
         raise PackagingError(
             f"{folder} holds no file to upload; check runtime_env.working_dir and the folder's .gitignore"
         )
+    for file in files:
+        if hides_ours(file.name):
+            raise PackagingError(
+                f"{folder} holds {file.name}, which would hide Cadenza's package of that name from the workers; rename it"
+            )
     if sum(file.size_bytes for file in files) > limit_bytes:
         raise FolderTooLarge(folder, files, limit_bytes)
     with tempfile.TemporaryDirectory(prefix="cadenza-package-") as scratch:

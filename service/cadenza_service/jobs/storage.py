@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
+from cadenza.spec import hides_ours
+
 MODEL = "model.safetensors"
 MANIFEST = "manifest.json"
 
@@ -241,6 +243,8 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise BadPackage(
             f"the zip's entry {original!r} would leave the folder it is unpacked into; use relative names"
         )
+    if hides_ours(name):
+        raise BadPackage(f"the zip's entry {name!r} would hide the package of that name; rename it")
     if stat.S_ISLNK(entry.external_attr >> 16):
         raise BadPackage(f"the zip's entry {name!r} is a symbolic link; put the file itself in")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):

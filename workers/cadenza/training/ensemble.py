@@ -43,6 +43,8 @@ class Ensemble:
         self._interval = joined.local_steps
         self._evaluation = Evaluation(link)
         self._meter = Meter(link)
+        self._evaluated_version = -1
+        """That the model held when the user's code was last told to evaluate it."""
         self._last: bool | None = None
         """Whether no other worker trains any more; none while this one does."""
 
@@ -59,6 +61,7 @@ class Ensemble:
     def begin(self) -> None:
         """Bring the model to the job's first state."""
         self._averaging.begin(publish=self._publishes)
+        self._stepper.settle()
         self._meter.resume()
 
     # --- a step ---
@@ -81,7 +84,9 @@ class Ensemble:
         """The optimizer has stepped, on so many samples; synchronise the weights if that is due."""
         self._meter.step(samples)
         self._schedule.advance(self.note.steps + self.tally.steps)
-        if self.tally.steps >= self._interval:
+        if isinstance(self._averaging, GradientAveraging):
+            self._stepper.settle()
+        elif self.tally.steps >= self._interval:
             self._merge()
 
     def _merge(self) -> None:
@@ -110,6 +115,7 @@ class Ensemble:
             return False
         leave = self._last is None and self._may_leave(repeatable)
         self._meter.pause()
+        self._evaluated_version = self.note.version
         return self._evaluation.due(leave=leave)
 
     def come_back(self) -> None:
@@ -123,6 +129,7 @@ class Ensemble:
             self._averaging.catch_up(self._repeat)
         self._interval = self.note.local_steps
         self._schedule.advance(self.note.steps)
+        self._stepper.settle()
         self._meter.resume()
 
     def stay(self) -> None:
@@ -140,7 +147,7 @@ class Ensemble:
         if isinstance(self._averaging, WeightAveraging):
             return True
         # To the bit, or the workers drift apart: with the same clipping and learning rate as the others had.
-        return repeatable and self._stepper.clips_alike and not self._schedule.users
+        return repeatable and self._stepper.repeatable and not self._schedule.users
 
     def _repeat(self) -> None:
         self._stepper.repeat()
@@ -157,7 +164,11 @@ class Ensemble:
         self._last = self._link.finish()
         if self._last and isinstance(self._averaging, WeightAveraging):
             self._averaging.catch_up()
-        self._evaluation.ask(self._last)
+        self._evaluation.ask(self._last and self.note.version != self._evaluated_version)
+
+    def break_off(self) -> None:
+        """The loop ends with an error: nothing more is contributed, but how far it came is told."""
+        self._meter.tell(None)
 
     def complete(self) -> None:
         """If this worker was the last one, give the shards what only workers hold."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import operator
 import platform
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -108,6 +109,10 @@ class Session:
         """In the batch yielded last."""
         self._read_samples = 0
         """In the batches yielded since an own loop's latest step."""
+        self._thread = 0
+        """The one that entered the session."""
+        self._micro_batches = False
+        """Whether any was counted: the data may end before the first group of them is complete."""
         self._no_data = False
         """Whether the data, or training, ended before this worker got any."""
         self._ensemble.begin()
@@ -204,6 +209,7 @@ class Session:
         """
         count = self._counted(samples, self._batch_samples)
         if self._accumulating:
+            self._micro_batches = True
             self._tally.samples(count)
             self._tally.loss(loss, count)
             return
@@ -302,7 +308,7 @@ class Session:
         """
         if self._phase in (Phase.FINISHED, Phase.CLOSED):
             return
-        if not self._ensemble.steps and not self._no_data:
+        if not self._ensemble.steps and not self._no_data and not self._micro_batches:
             raise RuntimeError(
                 "session.step was never called: nothing was trained; call session.step(loss) after each loss.backward()"
             )
@@ -313,6 +319,7 @@ class Session:
         if self._phase is not Phase.JOINED:
             raise RuntimeError("a session is entered once; join again for another one")
         self._phase = Phase.OPEN
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(
@@ -322,6 +329,8 @@ class Session:
             if kind is None:
                 self.finish()
                 self._ensemble.complete()
+            else:
+                self._ensemble.break_off()
         finally:
             self._phase = Phase.CLOSED
 
@@ -387,7 +396,7 @@ class Session:
 
     def _read(self, feed: Feed) -> Iterator[Any]:
         source = iter(feed)
-        while self._ensemble.goes_on():
+        while self._read_on_here() and self._ensemble.goes_on():
             item = next(source, None)
             self._tally.skipped(feed.skipped())
             if item is None:
@@ -397,6 +406,15 @@ class Session:
             yield batch
         self._no_data = self._batch_samples is None
         self.finish()
+
+    def _read_on_here(self) -> Literal[True]:
+        # A thread that reads ahead would overwrite the weights in the middle of an evaluation.
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                "session.batches is read on another thread than the one that entered the session; to read ahead, give it "
+                "num_workers, and move batches to the device on the thread that trains"
+            )
+        return True
 
     def _take(self, used: Used) -> None:
         self._batch_samples = used.samples
