@@ -30,8 +30,11 @@ def granted(ledger: Ledger, worker: int = 0, workers: int = 1) -> Grant:
 class Leasing(RuleBasedStateMachine):
     """Workers lease, contribute, abstain and vanish in any order; a model keeps the books."""
 
-    @initialize(size=st.integers(0, 90), batch=st.integers(1, 9), epochs=st.integers(1, 3))
-    def begin(self, size: int, batch: int, epochs: int) -> None:
+    @initialize(
+        size=st.integers(0, 90), batch=st.integers(1, 9), epochs=st.integers(1, 3), in_step=st.booleans()
+    )
+    def begin(self, size: int, batch: int, epochs: int, in_step: bool) -> None:
+        self.in_step = in_step
         self.ledger = ledger_of(size, batch, epochs)
         self.batch = batch
         self.everything = {(epoch, position) for epoch in range(epochs) for position in range(size)}
@@ -40,11 +43,13 @@ class Leasing(RuleBasedStateMachine):
         self.merged: Counter[tuple[int, int]] = Counter()
         self.dropped: Counter[tuple[int, int]] = Counter()
 
-    @rule(worker=st.integers(0, WORKERS - 1))
-    def lease(self, worker: int) -> None:
-        grant = self.ledger.lease(worker, WORKERS)
+    @rule(worker=st.integers(0, WORKERS - 1), others=st.sets(st.integers(0, WORKERS - 1)))
+    def lease(self, worker: int, others: set[int]) -> None:
+        in_step = sorted(others) if self.in_step else []
+        grant = self.ledger.lease(worker, WORKERS, in_step=in_step)
         if grant is None:
-            assert self.used() | self.leased() == self.everything
+            # In step, others may have been given some of it without having asked for it yet.
+            assert self.in_step or self.used() | self.leased() == self.everything
             return
         positions = {(grant.epoch, position) for position in range(grant.start, grant.stop)}
         assert positions
@@ -190,3 +195,74 @@ def test_an_empty_dataset_has_nothing_to_lease() -> None:
     ledger = ledger_of(0, epochs=3)
     assert ledger.lease(0, 1) is None
     assert ledger.unused() == 0
+
+
+# --- in step ---
+
+Piece = tuple[int, int, int]
+
+
+def dealt(
+    order: list[int], in_step: list[int], size: int, batch_size: int = 4, epochs: int = 1
+) -> dict[int, list[Piece]]:
+    """What each worker gets if they ask in this order, again and again until all is handed out."""
+    ledger = ledger_of(size, batch_size, epochs)
+    got: dict[int, list[Piece]] = {worker: [] for worker in order}
+    asking = list(order)
+    while asking:
+        for worker in list(asking):
+            grant = ledger.lease(worker, len(got), in_step=in_step)
+            if grant is None:
+                asking.remove(worker)
+            else:
+                got[worker].append((grant.epoch, grant.start, grant.stop))
+    return got
+
+
+def batches(pieces: list[Piece], batch_size: int) -> int:
+    return sum(-(-(stop - start) // batch_size) for _, start, stop in pieces)
+
+
+@settings(deadline=None)
+@given(
+    order=st.permutations(range(4)),
+    size=st.integers(1, 600),
+    batch=st.integers(1, 9),
+    epochs=st.integers(1, 4),
+)
+def test_in_step_it_does_not_matter_who_asks_first(
+    order: list[int], size: int, batch: int, epochs: int
+) -> None:
+    everyone = [0, 1, 2, 3]
+    expected = dealt(everyone, everyone, size=size, batch_size=batch, epochs=epochs)
+    assert dealt(order, everyone, size=size, batch_size=batch, epochs=epochs) == expected
+    took = [batches(pieces, batch) for pieces in expected.values()]
+    assert max(took) - min(took) <= MOST_BATCHES
+    assert sum(stop - start for pieces in expected.values() for _, start, stop in pieces) == size * epochs
+
+
+def test_out_of_step_who_asks_first_is_served_first() -> None:
+    assert dealt([1, 0], [], size=64)[1][0] == dealt([0, 1], [], size=64)[0][0] == (0, 0, 16)
+
+
+def test_one_that_was_away_is_not_given_all_the_next_runs() -> None:
+    ledger = ledger_of(4_000)
+    for worker in [0, 1] * 20:
+        assert ledger.lease(worker, 3, in_step=[0, 1]) is not None
+    got: Counter[int] = Counter()
+    while (grant := ledger.lease(0, 3, in_step=[0, 1, 2])) is not None:
+        got[0] += grant.stop - grant.start
+    while (grant := ledger.lease(2, 3, in_step=[0, 1, 2])) is not None:
+        got[2] += grant.stop - grant.start
+    assert abs(got[0] - got[2]) <= 2 * MOST_BATCHES * 4
+
+
+def test_what_was_meant_for_a_worker_that_ends_goes_to_the_others() -> None:
+    ledger = ledger_of(8)
+    first = ledger.lease(1, 2, in_step=[0, 1])
+    assert first is not None
+    assert (first.start, first.stop) == (4, 8)
+    assert ledger.release(0) == 0
+    rest = ledger.lease(1, 1, in_step=[1])
+    assert rest is not None
+    assert (rest.start, rest.stop) == (0, 4)

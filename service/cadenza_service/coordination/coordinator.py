@@ -288,7 +288,8 @@ class CoordinatorServer:
             if self._progress.stop_reason:
                 connection.reply(call, Exhausted(self._progress.stop_reason))
                 return
-            grant = self._ledger.lease(worker, len(self._rounds_now().training()))
+            rounds = self._rounds_now()
+            grant = self._ledger.lease(worker, len(rounds.training()), in_step=rounds.in_step())
             if grant is None:
                 connection.reply(call, Exhausted("all epochs are handed out"))
                 return

@@ -4,10 +4,16 @@ A job's dataset is gone through ``epochs`` times, each in an order that seed and
 runs of positions in that order; the positions that a committed contribution used up count once. Runs are
 large at first and shrink to one batch at an epoch's end (guided self-scheduling), so that the workers finish
 at about the same time whatever their speeds.
+
+Behind a barrier all workers take equally many batches, so it is known beforehand who will need the next run:
+the one that was given least. There runs are dealt in that order, not in the order in which the workers happen
+to ask, and the same job trains on the same batches again.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cadenza.plane.messages import Span
@@ -18,6 +24,10 @@ MOST_BATCHES = 8
 
 class DatasetMismatch(Exception):
     """A worker's dataset differs from what the others gave."""
+
+
+_Piece = tuple[int, int, int]
+"""Epoch, start, stop."""
 
 
 @dataclass
@@ -89,7 +99,12 @@ class Ledger:
         self._next = 0
         self._runs: dict[int, _Run] = {}
         self._count = 0
-        self._returned: list[tuple[int, int, int]] = []
+        self._returned: list[_Piece] = []
+        self._dealt: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+        """Runs that are meant for a worker which has not asked for them yet; by worker."""
+        self._batches: defaultdict[int, int] = defaultdict(int)
+        """How many batches each worker in step was given."""
+        self._in_step: frozenset[int] = frozenset()
 
     def declare(self, dataset: Dataset, worker: int) -> None:
         """A worker names its dataset; raises DatasetMismatch if another gave a different one."""
@@ -101,20 +116,22 @@ class Ledger:
                 "every worker must give session.batches the same dataset and arguments"
             )
 
-    def lease(self, worker: int, workers: int) -> Grant | None:
-        """The next run for ``worker`` of ``workers``; none when all epochs are handed out."""
+    def lease(self, worker: int, workers: int, *, in_step: Sequence[int] = ()) -> Grant | None:
+        """The next run for ``worker`` of ``workers``; none when all epochs are handed out.
+
+        Args:
+            worker: who asks.
+            workers: how many still train, which sets how large runs are.
+            in_step: those that take equally many batches; none where whoever asks first is served first.
+        """
         assert self.dataset is not None, "declare comes first"
-        if self._returned:
-            return self._grant(worker, *self._returned.pop(0))
-        if self._next >= self.dataset.size:
-            self.epoch, self._next = self.epoch + 1, 0
-        if self.epoch >= self.dataset.epochs or self.dataset.size == 0:
-            self.epoch = min(self.epoch, max(self.dataset.epochs - 1, 0))
-            self._next = self.dataset.size
-            return None
-        start = self._next
-        self._next = min(start + self._run_length(workers), self.dataset.size)
-        return self._grant(worker, self.epoch, start, self._next)
+        own = self._dealt[worker]
+        while not own:
+            piece = self._next_piece(workers)
+            if piece is None:
+                return None
+            self._dealt[self._taker(in_step, piece) if worker in in_step else worker].append(piece)
+        return self._grant(worker, *own.popleft())
 
     def check(self, worker: int, spans: tuple[Span, ...]) -> None:
         """Raises ValueError unless all of ``spans`` are part of leases that ``worker`` holds."""
@@ -136,6 +153,7 @@ class Ledger:
     def release(self, worker: int) -> int:
         """Take back what ``worker`` holds unused; returns how many positions that is."""
         back = 0
+        self._returned += self._dealt.pop(worker, ())
         for lease in [lease for lease, run in self._runs.items() if run.worker == worker]:
             run = self._runs.pop(lease)
             for start, stop in run.unused():
@@ -152,6 +170,35 @@ class Ledger:
         if self.dataset is None:
             return 0
         return self.dataset.size * self.dataset.epochs - self.committed - self.dropped
+
+    def _next_piece(self, workers: int) -> _Piece | None:
+        assert self.dataset is not None
+        if self._returned:
+            return self._returned.pop(0)
+        if self._next >= self.dataset.size:
+            self.epoch, self._next = self.epoch + 1, 0
+        if self.epoch >= self.dataset.epochs or self.dataset.size == 0:
+            self.epoch = min(self.epoch, max(self.dataset.epochs - 1, 0))
+            self._next = self.dataset.size
+            return None
+        start = self._next
+        self._next = min(start + self._run_length(workers), self.dataset.size)
+        return self.epoch, start, self._next
+
+    def _taker(self, workers: Sequence[int], piece: _Piece) -> int:
+        """Who of the workers in step gets the piece: the one that was given least, and of equals the first."""
+        assert self.dataset is not None
+        given = self._batches
+        least = min((given[worker] for worker in workers if worker in self._in_step), default=0)
+        for worker in workers:
+            # One that was away meanwhile is not behind the others: it takes as much as they do from now on.
+            if worker not in self._in_step:
+                given[worker] = max(given[worker], least)
+        self._in_step = frozenset(workers)
+        taker = min(workers, key=lambda worker: (given[worker], worker))
+        _, start, stop = piece
+        given[taker] += -(-(stop - start) // self.dataset.batch_size)
+        return taker
 
     def _run_length(self, workers: int) -> int:
         assert self.dataset is not None

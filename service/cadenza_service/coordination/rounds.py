@@ -253,6 +253,10 @@ class Rounds:
         """Members that rounds wait for, in order."""
         return [member for _, member in sorted(self.members.items()) if self._required(member)]
 
+    def in_step(self) -> list[int]:
+        """Workers that a barrier makes take equally many steps, in order; none where there is no barrier."""
+        return [member.worker for member in self.active()] if self.rules.barrier else []
+
     def training(self) -> list[Member]:
         """Members that have not finished."""
         return [
