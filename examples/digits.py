@@ -85,7 +85,7 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             session.step(loss)
             evaluate_if_due()
-        evaluate_if_due()  # whoever ends last is asked once more, for the final weights
+        evaluate_if_due()  # whoever ends last is asked for the final weights, unless it just was
 
 
 if __name__ == "__main__":

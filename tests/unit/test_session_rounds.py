@@ -484,7 +484,28 @@ def own_schedule(session: Session, model: nn.Module, optimizer: Any) -> None:
     session.step(backward(model), samples=8)
 
 
-@pytest.mark.parametrize("loop", [own_loop, changed_clipping, own_schedule])
+def own_rate(session: Session, model: nn.Module, optimizer: Any) -> None:
+    session.step(backward(model), samples=8)
+    optimizer.param_groups[0]["lr"] /= 2
+    session.step(backward(model), samples=8)
+
+
+def own_rate_in_place(session: Session, model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    session.step(backward(model), samples=8)
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    session.step(backward(model), samples=8)
+
+
+def clamped_weights(session: Session, model: nn.Module, optimizer: Any) -> None:
+    session.step(backward(model), samples=8)
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "loop", [own_loop, changed_clipping, own_schedule, own_rate, own_rate_in_place, clamped_weights]
+)
 def test_the_rounds_of_sync_mode_wait_for_an_evaluation_that_could_not_be_made_up_for(loop: Any) -> None:
     link = FakeLink("sync")
     link.notes.extend([{"evaluate": True}, {"evaluate": True}])

@@ -67,13 +67,40 @@ def test_alone_is_plain_torch_to_the_bit_in_the_order_of_seed_0(drop_last: bool)
     assert torch.equal(model.weight, plain.weight)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("drop_last", "expected"), [(False, [3, 6, 9, -9]), (True, [2, 4, 6, -6])])
-def test_each_epochs_end_asks_for_an_evaluation_and_so_does_the_end(
-    drop_last: bool, expected: list[int]
-) -> None:
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, [3, 6, 9]), (True, [2, 4, 6])])
+def test_each_epochs_end_asks_for_an_evaluation_once(drop_last: bool, expected: list[int]) -> None:
     model, optimizer = make()
     with cadenza.join(model, optimizer) as session:
         assert run(session, model, epochs=3, drop_last=drop_last) == expected
+
+
+def test_the_end_asks_for_an_evaluation_of_weights_that_no_epochs_end_has_seen() -> None:
+    model, optimizer = make()
+    due = []
+    with cadenza.join(model, optimizer) as session:
+        for x, y in session.batches(DATA, batch_size=4, epochs=2):
+            loss = F.mse_loss(model(x)[:, 0], y)
+            loss.backward()
+            session.step(loss)
+            if session.evaluation_due():
+                due.append(session.steps)
+            if session.steps == 5:
+                break
+        session.finish()
+        if session.evaluation_due():
+            due.append(session.steps)
+    assert due == [3, 5]
+
+
+def test_an_evaluation_that_was_not_heeded_in_the_loop_is_asked_for_at_the_end() -> None:
+    model, optimizer = make()
+    with cadenza.join(model, optimizer) as session:
+        for x, y in session.batches(DATA, batch_size=4):
+            loss = F.mse_loss(model(x)[:, 0], y)
+            loss.backward()
+            session.step(loss)
+        assert session.evaluation_due()
+        assert not session.evaluation_due()
 
 
 def test_without_leased_data_only_the_end_asks_for_an_evaluation() -> None:

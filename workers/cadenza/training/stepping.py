@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import inspect
+from typing import Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+
+_Facts = tuple[list[tuple[str, Any]], list[int]]
+"""The optimizer's settings, and how often each parameter was changed in place."""
 
 
 class Averaged(enum.Enum):
@@ -47,13 +51,27 @@ class Stepper:
         self._parameters = parameters
         self._clip_norm: float | None = None
         self._made = False
-        self.clips_alike = True
-        """Whether every step so far clipped by the same norm, so that a missed round can be repeated."""
+        self._alike = True
+        """Whether every step so far clipped by the same norm, and nobody else had a hand in it."""
+        self._settled: _Facts | None = None
 
     @property
     def scaled(self) -> bool:
         """Whether losses are scaled, so that an overflow is an everyday event."""
         return self._scaler is not None
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a round that this worker misses could be made up for to the bit.
+
+        It could not where the loop clips by changing norms, sets learning rates or changes weights by itself: what
+        it would have done in that round is unknown.
+        """
+        return self._alike and self._untouched()
+
+    def settle(self) -> None:
+        """The session has made all its changes: what differs at the next step, the loop has changed."""
+        self._settled = self._facts()
 
     def step(self, clip_norm: float | None) -> None:
         """Apply this worker's own gradients, as a plain loop does."""
@@ -114,10 +132,27 @@ class Stepper:
         self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
 
     def _remember(self, clip_norm: float | None) -> None:
-        if self._made and clip_norm != self._clip_norm:
-            self.clips_alike = False
+        if (self._made and clip_norm != self._clip_norm) or not self._untouched():
+            self._alike = False
         self._made, self._clip_norm = True, clip_norm
+
+    def _untouched(self) -> bool:
+        return self._settled is None or self._settled == self._facts()
+
+    def _facts(self) -> _Facts:
+        settings = [
+            (name, _mark(value))
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name != "params"
+        ]
+        return settings, [parameter._version for parameter in self._parameters]
 
     def _clip(self, clip_norm: float | None) -> None:
         if clip_norm is not None:
             clip_grad_norm_(self._parameters, clip_norm)
+
+
+def _mark(value: Any) -> Any:
+    """A setting as something to compare; a tensor by how often it was changed, which needs no wait for its device."""
+    return (id(value), value._version) if isinstance(value, Tensor) else value
