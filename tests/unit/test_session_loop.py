@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -263,6 +264,28 @@ def test_a_worker_that_gets_no_data_ends_in_peace() -> None:
     with Session(model, optimizer, link=link) as session:
         assert list(session.batches(DATA, batch_size=4)) == []
     assert link.calls == ["publish", "ready", "finish"]
+
+
+def test_a_worker_whose_data_ends_within_its_first_group_of_micro_batches_ends_in_peace() -> None:
+    link = FakeLink()
+    link.last = False
+    link.runs.append(Leased(1, 0, 0, 4, 0))
+    model, _, session = opened(link)
+    for _ in session.batches(DATA, batch_size=4):
+        loss = backward(model)
+        with session.accumulate():
+            session.step(loss)
+    assert link.calls == ["publish", "ready", "finish"]
+
+
+def test_reading_ahead_on_another_thread_is_an_error() -> None:
+    link = FakeLink()
+    link.runs.append(Leased(1, 0, 0, 8, 0))
+    _, _, session = opened(link)
+    batches = session.batches(DATA, batch_size=4)
+    next(batches)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match=r"another thread .* num_workers"):
+        pool.submit(next, batches).result(timeout=10)
 
 
 def test_an_error_in_the_loop_passes_and_nothing_is_pushed() -> None:
