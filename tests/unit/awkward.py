@@ -102,6 +102,22 @@ class Mixed(nn.Module):
         return self.high(self.low(x.bfloat16()).float())  # type: ignore[no-any-return]
 
 
+class Integers(nn.Module):
+    """Buffers that are never averaged, beside one that is, and one that is not in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("none", torch.empty(0, dtype=torch.int32))
+        self.register_buffer("scale16", torch.ones(3, dtype=torch.float16))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
 def convolution() -> nn.Module:
     """channels_last weights and BatchNorm's buffers."""
     model = nn.Sequential(
@@ -156,6 +172,7 @@ KINDS: dict[str, Kind] = {
     "bf16": Kind(lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), dtype=torch.bfloat16),
     "convolution": Kind(convolution, width=48),
     "compiled": Kind(compiled),
+    "integers": Kind(Integers),
 }
 
 

@@ -173,6 +173,11 @@ class NetworkLink:
         return sum(shard.received_bytes for shard in self._shards)
 
     def join(self, layout: Layout, *, node: str, device: str) -> Joined:
+        if self._joined is not None:
+            raise LinkError(
+                "this worker has joined before, and a job trains one model in one session; put all that is to be "
+                "trained into one module with one optimizer, or submit a job for each"
+            )
         # The coordinator has the deadline for joining, and ends the connection when it has passed.
         joined = self._control.ask(Join(layout, node, device), Joined, timeout_s=24 * 3600.0)
         identity = Identity(Role.WORKER, self.worker, self._control.incarnation)
