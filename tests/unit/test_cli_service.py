@@ -149,6 +149,10 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         code = (
+            "import signal\n"
+            # As a script's background has them; what runs these tests may differ.
+            "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
             "from cadenza_api.cli import service_process\n"
             "from cadenza_api.cli.main import main\n"
             f"service_process.COMMAND = {command(RECORDING)!r}\n"

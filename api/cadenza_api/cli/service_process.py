@@ -134,12 +134,19 @@ def _alone(home: Path) -> Iterator[IO[str]]:
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """A stop asked for by a signal or by a closed terminal is as orderly as one by Ctrl-C."""
+    """A stop asked for by a signal or by a closed terminal is as orderly as one by Ctrl-C.
+
+    SIGINT is taken even where a script started the service in its background, which ignores it; a closed terminal
+    is not where nohup had it ignored.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
