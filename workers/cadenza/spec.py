@@ -156,7 +156,14 @@ class Sync(Section):
     codec: Literal["auto", "fp32"] = "auto"
     """How updates are encoded. fp32 is the parameters' own type; auto chooses among the codecs there are."""
 
-    overlap: Literal["auto", "off"] = "auto"
+    overlap: Literal["auto", "on", "off"] = "auto"
+    """Whether a worker goes on stepping while its update travels. In sync mode: whether gradients leave as the
+    backward pass produces them."""
+
+    overlap_mix: float | None = Field(None, ge=0, lt=1)
+    """The share of its own weights that a worker keeps when an answer is merged under overlap (Streaming DiLoCo,
+    arXiv 2501.18512). None: full correction, which counts every local step exactly once."""
+
     policy: Literal["fixed"] = "fixed"
     aggregate: Literal["mean"] = "mean"
     outer: Outer = Average()
@@ -172,6 +179,11 @@ class Sync(Section):
             raise ValueError(
                 f"sync.outer is {self.outer.name!r}, but in mode 'sync' the worker's own optimizer applies the mean "
                 "gradient; remove it or set mode: local"
+            )
+        if self.overlap_mix is not None and (self.mode == "sync" or self.overlap == "off"):
+            raise ValueError(
+                f"sync.overlap_mix is {self.overlap_mix:g}, but nothing is merged under overlap with mode {self.mode!r} and "
+                f"overlap {self.overlap!r}; remove it, or set mode: local and overlap: on"
             )
         if self.mode != "ssp" and self.staleness is not None:
             raise ValueError(

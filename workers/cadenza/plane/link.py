@@ -6,7 +6,7 @@ runs the same loop in one process without any network, so that a script can be d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cadenza.plane.layout import Layout
 from cadenza.plane.messages import Answer, Exhausted, Joined, Lease, Leased, Notice, Request
+from cadenza.plane.units import Unit
 
 Arrays = Mapping[str, NDArray[np.generic]]
 """Whole vectors by name, one-dimensional, in the vector's own element type (ml_dtypes.bfloat16 for bfloat16)."""
@@ -24,11 +25,38 @@ class LinkError(Exception):
 
 
 class Timings:
-    """Seconds that the latest exchange spent: handing bytes over, waiting for the answer to begin, receiving it."""
+    """Seconds that the latest flight spent: handing bytes over, waiting for the answer to begin, receiving it."""
 
     send: float = 0.0
     wait: float = 0.0
     receive: float = 0.0
+
+
+class Flight(Protocol):
+    """A request that every shard was sent, and whose answers are on their way."""
+
+    def landed(self) -> bool:
+        """Whether :meth:`result` returns, or raises, without waiting."""
+
+    def result(self) -> Answer:
+        """Wait for the answer, whose values are then in the arrays that ``into`` named. May be called again.
+
+        Raises:
+            LinkError: a shard was lost or refused, or the round did not end in time.
+        """
+
+
+class Stream(Protocol):
+    """An update whose values leave as they become known."""
+
+    def send(self, vector: str, number: int, ready: Callable[[], None] | None = None) -> None:
+        """The values of the vector's unit ``number`` are there; they may be sent again until :meth:`close`.
+
+        Thread-safe. ``ready`` is called on another thread before the values are read, and may wait for a device.
+        """
+
+    def close(self, request: Request) -> Flight:
+        """Send every unit that was not sent yet, and the request itself: the values change no more."""
 
 
 class Link(Protocol):
@@ -68,15 +96,23 @@ class Link(Protocol):
     def ready(self) -> None:
         """Tell the coordinator that the first state is published."""
 
-    def exchange(self, request: Request, values: Arrays, into: Arrays) -> Answer:
-        """Send one request to every shard and wait for its answer.
+    def units(self, vector: str) -> list[Unit]:
+        """How a vector is cut, in order; known after :meth:`join`."""
+
+    def sparse(self, vector: str, numbers: Iterable[int]) -> None:
+        """Of the next update, these units of the vector are mostly zero: they travel packed, without loss."""
+
+    def begin(self, request: Request, values: Arrays, into: Arrays) -> Flight:
+        """Send one request to every shard.
 
         ``values`` holds the vectors of an update (in the vectors' own types), and is empty otherwise. The
-        answer's vectors are written into ``into``, but for content ``gradients``: see :meth:`replayed`.
-
-        Raises:
-            LinkError: a shard was lost or refused, or the round did not end in time.
+        answer's vectors are written into ``into``, but for content ``gradients``: see :meth:`replayed`. ``into`` holds
+        the committed values that the worker has, for content ``change``, which is added to them. Until the flight
+        has landed nobody else may write to ``values``, or use ``into``. There is one flight at a time.
         """
+
+    def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> Stream:
+        """Begin an update whose values are not all known yet; arguments as for :meth:`begin`."""
 
     def replayed(self, vector: str) -> NDArray[np.generic]:
         """After an answer ``gradients``: the vector's values, shape [rounds, length]."""

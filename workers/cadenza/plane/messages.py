@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from cadenza.plane.layout import Layout
+from cadenza.plane.layout import Cut, Layout
 
 RequestKind = Literal["update", "abstain", "fetch"]
-Content = Literal["weights", "gradient", "gradients", "unchanged"]
+Content = Literal["weights", "change", "gradient", "gradients", "unchanged"]
 Stream = Literal["stdout", "stderr"]
 SyncPhase = Literal["send", "wait", "receive", "apply"]
+Overlap = Literal["auto", "on", "off"]
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -64,6 +65,31 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     stop: Count
 
 
+# --- worker <-> shard ------------------------------------------------------------------------------
+
+
+class Units(Message, frozen=True, array_like=True):
+    """Consecutive units of an update on its way to a shard, or of the answer on its way back. One-way.
+
+    The body is the units' values, encoded: deltas, or in sync mode mean gradients (buffers are always deltas);
+    back come what Answer calls their content. Those of one update may come in any order, before or after its
+    Request. A unit that comes again takes the place of the earlier one, until the update is complete, or the
+    answer is there.
+    """
+
+    seq: Positive
+    """The Request's."""
+    vector: str
+    first: Count
+    """The first unit's number among those that the shard owns of this vector."""
+    count: Positive
+    codec: str
+    turn: Count
+    """What a codec that draws at random is seeded with, beside the job's seed."""
+    packed: bool = False
+    """One unit, of which only the values that are not zero travel."""
+
+
 # --- worker -> shard -------------------------------------------------------------------------------
 
 
@@ -76,8 +102,7 @@ class Publish(Message, frozen=True):
 class Request(Message, frozen=True):
     """A worker's turn: an update to be merged, an abstention from the round, or a wish for the committed state.
 
-    An update's body is the shard's slices of the travelling vectors in layout order: deltas, or in sync
-    mode mean gradients (buffers are always deltas), encoded by ``codec``.
+    An update's values travel in Units; it is complete when its Request and all units are there.
     """
 
     kind: RequestKind
@@ -85,8 +110,7 @@ class Request(Message, frozen=True):
     base_version: Annotated[int, Meta(ge=-1)]
     """The version that the update was computed from; -1 for a worker that has none."""
     vectors: tuple[str, ...]
-    """update: what the body holds; fetch: what the answer shall hold."""
-    codec: str = "fp32"
+    """update: what is pushed; fetch: what the answer shall hold."""
     samples: Count = 0
     steps: Count = 0
     """Local optimizer steps in it."""
@@ -95,6 +119,10 @@ class Request(Message, frozen=True):
     present: bytes = b""
     """sync mode: bit i (little-endian within bytes) says that the i-th trainable parameter has a gradient."""
     spans: tuple[Span, ...] = ()
+    lost_samples: Count = 0
+    """Samples of steps that were thrown away since the latest contribution; they are in no contribution."""
+    lost_spans: tuple[Span, ...] = ()
+    """Where leased, the positions of these samples."""
     reason: str = ""
     """abstain: why, such as ``amp_overflow``."""
 
@@ -138,17 +166,18 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """The answer to a Request; the body is the shard's slices of ``vectors`` in layout order.
+    """The answer to a Request. The values came before it, in Units; for a fetch they are the body, the shard's slices
+    of ``vectors`` in layout order.
 
-    ``weights``: committed values. ``gradient``: the mean gradient (and, for buffers, committed values).
-    ``gradients``: the mean gradients of the rounds that the worker missed, oldest first, one after another.
-    ``unchanged``: no body; the worker's base version is the committed one.
+    ``weights``: committed values. ``change``: what to add to the committed values that the worker holds (buffers, and
+    vectors of 16-bit types, are committed values there too). ``gradient``: the mean gradient (and, for buffers,
+    committed values). ``gradients``: the mean gradients of the rounds that the worker missed, oldest first, one after
+    another. ``unchanged``: no values; the worker's base version is the committed one.
     """
 
     content: Content
     note: Note
     vectors: tuple[str, ...] = ()
-    codec: str = "fp32"
     present: tuple[bytes, ...] = ()
     """gradient, gradients: for each round, which parameters got a gradient from anyone."""
 
@@ -171,12 +200,22 @@ class Assign(Message, frozen=True):
     shards: int
     mode: str
     outer: dict[str, Any]
+    cut: Cut = Cut(shards=1)
+    codec: str = "fp32"
+    """In which answers travel."""
+    groups: Positive = 1
+    """Parts in which a barrier's round is answered; see Tentative."""
+    seed: int = 0
 
 
 class Received(Message, frozen=True):
-    """A shard has a worker's request, complete and checked. One-way."""
+    """A shard has one group of a worker's request, complete and checked. One-way.
+
+    A request without values is in group 0 as a whole.
+    """
 
     shard: int
+    group: Count
     key: Key
     kind: RequestKind
     base_version: int
@@ -187,6 +226,8 @@ class Received(Message, frozen=True):
     present: bytes
     spans: tuple[Span, ...]
     reason: str
+    lost_samples: Count = 0
+    lost_spans: tuple[Span, ...] = ()
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -202,6 +243,18 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
     key: Key
     note: Note
+
+
+class Tentative(Message, frozen=True):
+    """An entry of the coordinator's log: answer one group of a round that is still open as if ``parts`` were all of it.
+
+    Nothing is committed by it. Where the round's Decision names other parts, the group is answered again.
+    """
+
+    index: int
+    epoch: int
+    group: Count
+    parts: tuple[Part, ...]
 
 
 class Decision(Message, frozen=True):
@@ -254,6 +307,13 @@ class Joined(Message, frozen=True):
     codec: str
     round_timeout_s: float
     """How long the coordinator lets a round wait; a worker waits a little longer."""
+    cut: Cut = Cut(shards=1)
+    """How vectors are cut into units, and whose they are."""
+    overlap: Overlap = "off"
+    mix: float | None = None
+    """With overlap: the share of its own weights that a worker keeps when an answer is merged; none: full correction."""
+    seed: int = 0
+    """The job's seed, for codecs that draw at random."""
 
 
 class Ready(Message, frozen=True):
@@ -363,7 +423,7 @@ class Failed(Message, frozen=True):
 
 
 AnyMessage = (
-    Publish | Request | Read | State | Done | Refused | Answer | Assign | Received | Decision | Join | Joined | Ready | Lease | Leased
+    Units | Publish | Request | Read | State | Done | Refused | Answer | Assign | Received | Tentative | Decision | Join | Joined | Ready | Lease | Leased
     | Exhausted | Ended | Evaluating | Report | Telemetry | Log | Notice | Finish | Finished | Published | Failed
 )  # fmt: skip
 
