@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayError, RuntimeEnvSetupError
 
 from cadenza.process.worker import WorkerJob
+from cadenza_service.coordination import terms
 from cadenza_service.jobs.storage import MODEL, PackageNotFound, Storage
 from cadenza_service.orchestration import cluster, packages
 from cadenza_service.orchestration.actors import Attempt, make_coordinator, make_shard, make_worker
@@ -211,10 +212,12 @@ class Crew:
         """
         attempt = self._attempt
         layout = ray.get(self._actors[COORDINATOR].layout.remote(), timeout=CALL_TIMEOUT_S)
-        shards = [
-            self._actors[shard_part(number)].address.remote() for number in range(attempt.spec.servers.count)
-        ]
-        vectors = fetch_state(ray.get(shards, timeout=CALL_TIMEOUT_S), attempt.key, attempt.epoch, layout)
+        count = attempt.spec.servers.count
+        shards = [self._actors[shard_part(number)].address.remote() for number in range(count)]
+        cut = terms.cut(attempt.spec, count)
+        vectors = fetch_state(
+            ray.get(shards, timeout=CALL_TIMEOUT_S), attempt.key, attempt.epoch, layout, cut
+        )
         storage = Storage(Path(attempt.storage))
         n = 1 + max((checkpoint.n for checkpoint in storage.checkpoints(attempt.job_id)), default=0)
         with storage.checkpoint_writer(

@@ -23,7 +23,6 @@ class Exchanger:
         """How long the latest exchange took."""
         self._link = link
         self._travelling = layout.travelling()
-        self._codec = joined.codec
         self._seq = 0
 
     def update(self, values: Arrays, into: Arrays, total: Total, present: bytes = b"") -> Answer:
@@ -60,7 +59,6 @@ class Exchanger:
             seq=self._seq,
             base_version=self.note.version if base_version is None else base_version,
             vectors=vectors,
-            codec=self._codec,
             samples=total.samples,
             steps=total.steps,
             loss=total.loss,
@@ -69,7 +67,7 @@ class Exchanger:
             reason=reason,
         )
         begun_at = time.perf_counter()
-        answer = self._link.exchange(request, values, into)
+        answer = self._link.begin(request, values, into).result()
         self.seconds = time.perf_counter() - begun_at
         self.note = answer.note
         return answer
