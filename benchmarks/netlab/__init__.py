@@ -4,7 +4,9 @@
 connections and needs neither. How to use them: docs/netlab.md.
 """
 
+from benchmarks.netlab.conditions import Conditions
 from benchmarks.netlab.network import Counters, Direction, Network
+from benchmarks.netlab.proxy import Proxy
 from benchmarks.netlab.requirements import requirements
 
-__all__ = ["Counters", "Direction", "Network", "requirements"]
+__all__ = ["Conditions", "Counters", "Direction", "Network", "Proxy", "requirements"]
