@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from cadenza.plane.codec_names import check_codec
 
 Mode = Literal["sync", "local", "ssp", "async"]
+PlacementChoice = Literal["auto", "spread", "dedicated"]
 
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
@@ -115,7 +116,13 @@ class Workers(Section):
 class Servers(Section):
     """The parameter-server pool."""
 
-    count: int = Field(1, ge=1, le=1_000)
+    count: int | None = Field(None, ge=1, le=1_000)
+    """Shards. None: one on each node that the placement has for them."""
+
+    placement: PlacementChoice = "auto"
+    """``spread``: beside the workers, on their nodes; ``dedicated``: on nodes without workers of the job;
+    auto chooses by the bytes on the busiest link."""
+
     replicas: Literal[1] = 1
     cpus: float = Field(0, ge=0)
 

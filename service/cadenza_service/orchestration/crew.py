@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RuntimeEnvSetupError
+from ray.exceptions import ActorUnschedulableError, RayError, RuntimeEnvSetupError
 
 from cadenza.process.worker import WorkerJob
 from cadenza_service.coordination import terms
@@ -18,6 +18,7 @@ from cadenza_service.orchestration.calls import Calls, is_final, why
 from cadenza_service.orchestration.instructions import (
     COORDINATOR,
     ActorLost,
+    ActorRefused,
     ActorStarted,
     Address,
     CoordinatorOpened,
@@ -194,8 +195,10 @@ class Crew:
 
         self._calls.add(reference, on_value, failed)
 
-    def _gone(self, part: str, error: Exception) -> ActorLost | None:
+    def _gone(self, part: str, error: Exception) -> ActorLost | ActorRefused | None:
         """The loss that an error of a call means, if it means one."""
+        if isinstance(error, ActorUnschedulableError):
+            return ActorRefused(part)
         if not is_final(error):
             logger.info("%s of %s is out of reach: %s", part, self._attempt.job_id, why(error))
             return None
@@ -212,9 +215,8 @@ class Crew:
         """
         attempt = self._attempt
         layout = ray.get(self._actors[COORDINATOR].layout.remote(), timeout=CALL_TIMEOUT_S)
-        count = attempt.spec.servers.count
-        shards = [self._actors[shard_part(number)].address.remote() for number in range(count)]
-        cut = terms.cut(attempt.spec, count)
+        shards = [self._actors[shard_part(number)].address.remote() for number in range(attempt.shards)]
+        cut = terms.cut(attempt.spec, attempt.shards)
         vectors = fetch_state(
             ray.get(shards, timeout=CALL_TIMEOUT_S), attempt.key, attempt.epoch, layout, cut
         )
