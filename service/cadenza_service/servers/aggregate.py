@@ -15,15 +15,19 @@ Array = NDArray[Any]
 """Shape [length of the slice], float32 or float64."""
 
 
-def weighted_sum(arrays: Sequence[Array], weights: Sequence[float], out: Array, scratch: Array) -> None:
-    """out = sum_i weights[i] * arrays[i], added in the given order, so that it is repeatable to the bit.
+def weighted_sum(arrays: Sequence[Array], weights: Sequence[float], out: Array, scratch: Array) -> Array:
+    """sum_i weights[i] * arrays[i], added in the given order, so that it is repeatable to the bit.
 
-    A single array with weight 1 comes back with exactly its own values. ``scratch`` is memory of the same length.
+    It is written into ``out``, with ``scratch`` as memory of the same length; a single array with weight 1 is returned
+    as it is.
     """
+    if len(arrays) == 1 and weights[0] == 1.0:
+        return arrays[0]
     np.multiply(arrays[0], out.dtype.type(weights[0]), out=out)
     for array, weight in zip(arrays[1:], weights[1:], strict=True):
         np.multiply(array, out.dtype.type(weight), out=scratch)
         np.add(out, scratch, out=out)
+    return out
 
 
 class ServerOptimizer(Protocol):

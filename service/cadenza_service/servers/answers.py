@@ -12,8 +12,8 @@ from cadenza.plane.connection import Frame
 from cadenza.plane.holdings import MOST_RUN_ELEMENTS, NATIVE, Holdings
 from cadenza.plane.messages import Answer, Key, Units
 
-Body = Callable[[int], memoryview]
-"""The bytes of the unit at a position."""
+Bodies = Callable[[range], list[memoryview]]
+"""The bytes of consecutive units."""
 
 
 class Watermark:
@@ -76,7 +76,7 @@ class Values:
     """In the order of computation."""
     awaited: int
     """So many of them are being computed; the others were before."""
-    body: Body
+    bodies: Bodies
     packed: Callable[[int], bool]
     watermark: Watermark
 
@@ -100,7 +100,7 @@ class Values:
         place = self.holdings.places[run.start]
         codec = self.codec if self.holdings.answered_encoded(place.vector, self.codec) else NATIVE
         message = Units(self.seq, place.vector, place.number, len(run), codec, self.turn, packed)
-        return Frame(message, [self.body(position) for position in run])
+        return Frame(message, self.bodies(run))
 
 
 @dataclass(frozen=True)

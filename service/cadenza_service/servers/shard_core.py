@@ -36,7 +36,7 @@ from cadenza.plane.messages import (
 from cadenza.plane.wire import ProtocolError
 from cadenza_service.servers.answers import Outgoing, Values, Watermark, Work
 from cadenza_service.servers.slots import Slot
-from cadenza_service.servers.weights import Private, Weighted, Weights
+from cadenza_service.servers.weights import MOST_COMPUTED_ELEMENTS, Private, Weighted, Weights
 
 Array = NDArray[Any]
 
@@ -240,7 +240,7 @@ class ShardCore:
             turn,
             positions,
             len(positions),
-            private.body,
+            private.bodies,
             _never_packed,
             watermark,
         )
@@ -285,7 +285,7 @@ class ShardCore:
             turn,
             positions,
             awaited,
-            self.weights.body,
+            self.weights.bodies,
             self.weights.packed.__getitem__,
             watermark,
         )
@@ -304,8 +304,10 @@ class ShardCore:
         self, positions: Sequence[int], contributions: Weighted, turn: int, watermark: Watermark
     ) -> list[Callable[[], None]]:
         def compute() -> None:
-            for count, position in enumerate(positions, start=1):
-                self.weights.compute(position, contributions, turn)
+            count = 0
+            for run in self.holdings.runs(positions, MOST_COMPUTED_ELEMENTS):
+                self.weights.compute(run, contributions, turn)
+                count += len(run)
                 watermark.advance(count)
 
         return [compute]

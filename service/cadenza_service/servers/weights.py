@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import Turn, codec_named, compress, sparse
-from cadenza.plane.holdings import Holdings
+from cadenza.plane.holdings import Holdings, Place
 from cadenza.plane.layout import as_bytes
 from cadenza.plane.messages import Assign
 from cadenza_service.servers.aggregate import ServerOptimizer, server_optimizer, weighted_sum
@@ -27,6 +27,9 @@ from cadenza_service.servers.answers import Watermark
 from cadenza_service.servers.slots import Slot
 
 Array = NDArray[Any]
+
+MOST_COMPUTED_ELEMENTS = 1 << 16
+"""At a time: 256 KiB of float32 per array, so that all arrays of a step stay in a core's cache."""
 
 SERVER = -1
 """A server's number where a codec draws at random."""
@@ -64,7 +67,9 @@ class Weights:
         self._next_residual = {name: np.zeros_like(values) for name, values in self._residual.items()}
         self._encoded: dict[int, bytearray] = {}
         self._bodies: list[memoryview] = [memoryview(b"")] * len(holdings.places)
-        most = max((place.stop - place.start for place in holdings.places), default=0)
+        self._source: dict[str, Array] = {}
+        """Where the bytes of vectors lie that are answered as they are."""
+        most = max([MOST_COMPUTED_ELEMENTS, *(place.stop - place.start for place in holdings.places)])
         self._total = np.zeros(most, np.float64)
         self._scratch = np.zeros(most, np.float64)
 
@@ -72,35 +77,43 @@ class Weights:
     def _owes(self) -> bool:
         return self._codec.biased
 
-    def body(self, position: int) -> memoryview:
-        """The answer's bytes for one unit, as it was computed last."""
-        return self._bodies[position]
+    def bodies(self, run: range) -> list[memoryview]:
+        """The answer's bytes for consecutive units of one vector, as they were computed last."""
+        vector = self._holdings.places[run.start].vector
+        source = self._source.get(vector)
+        if source is None or any(self.packed[position] for position in run):
+            return [self._bodies[position] for position in run]
+        return [as_bytes(source[self._span(run)])]
 
     # --- a round ---
 
-    def compute(self, position: int, contributions: Weighted, turn: int) -> None:
-        """Sum one unit of the contributions, let the server optimizer step, and encode the answer."""
-        place = self._holdings.places[position]
-        name, span = place.vector, slice(place.start, place.stop)
-        total, scratch = self._memory(name, place.stop - place.start)
+    def compute(self, run: range, contributions: Weighted, turn: int) -> None:
+        """Sum consecutive units of one vector, let the server optimizer step, and make the answer.
+
+        At most MOST_COMPUTED_ELEMENTS values, or one unit.
+        """
+        name, span = self._holdings.places[run.start].vector, self._span(run)
         buffers = self._holdings.roles[name] == "buffers"
         weights = [buffer_weight if buffers else weight for _, weight, buffer_weight in contributions]
-        weighted_sum([slot.values[name][span] for slot, _, _ in contributions], weights, total, scratch)
-        self.packed[position] = False
+        out, scratch = self._memory(name, span.stop - span.start)
+        total = weighted_sum([slot.values[name][span] for slot, _, _ in contributions], weights, out, scratch)
         if self._sync and not buffers:
-            self._answer_gradient(position, total, contributions, turn)
+            self._answer_gradient(run, name, span, total, contributions, turn)
             return
         committed, moved = self.committed[name][span], self._next[name][span]
         if buffers:
             np.add(committed, total, out=moved)
         else:
-            self._optimizers[name].step(committed, total, moved, place.start)
+            self._optimizers[name].step(committed, total, moved, span.start)
         if name in self._lossy:
-            np.subtract(moved, committed, out=total)
-            self._encode(position, total, turn, decoded=scratch)
+            np.subtract(moved, committed, out=out)
+            self._encode(run, out, turn, decoded=scratch)
             np.add(committed, scratch, out=moved)
+        elif name in self._wire:
+            self._wire[name][span] = moved
+            self._source[name] = self._wire[name]
         else:
-            self._bodies[position] = self._native(name, span, moved)
+            self._source[name] = self._next[name]
 
     def commit(self) -> None:
         """What was computed, of every unit, becomes the committed state."""
@@ -114,18 +127,20 @@ class Weights:
 
     # --- sync ---
 
-    def _answer_gradient(self, position: int, total: Array, contributions: Weighted, turn: int) -> None:
-        place = self._holdings.places[position]
-        if place.vector in self._lossy:
-            self._encode(position, total, turn)
+    def _answer_gradient(
+        self, run: range, name: str, span: slice, total: Array, contributions: Weighted, turn: int
+    ) -> None:
+        if name in self._lossy:
+            self._encode(run, total, turn)
             return
-        target = self._wire.get(place.vector, self._next[place.vector])[place.start : place.stop]
-        target[:] = total
-        packed = None
-        if all(slot.packed[position] for slot, _, _ in contributions):
-            packed = sparse.pack(target)
-        self.packed[position] = packed is not None
-        self._bodies[position] = as_bytes(target) if packed is None else memoryview(packed)
+        source = self._source[name] = self._wire.get(name, self._next[name])
+        source[span] = total
+        for position in run:
+            packed = None
+            if all(slot.packed[position] for slot, _, _ in contributions):
+                packed = sparse.pack(source[self._span(range(position, position + 1))])
+                self._bodies[position] = memoryview(b"") if packed is None else packed
+            self.packed[position] = packed is not None
 
     def gradients(self, turn: int) -> dict[str, Array]:
         """The travelling vectors' slices as the latest round's answer holds them, in their own types, copied."""
@@ -164,35 +179,35 @@ class Weights:
             return self._total[:length], self._scratch[:length]
         return self._total.view(np.float32)[:length], self._scratch.view(np.float32)[:length]
 
-    def _native(self, name: str, span: slice, values: Array) -> memoryview:
-        wire = self._wire.get(name)
-        if wire is None:
-            return as_bytes(values)
-        wire[span] = values
-        return as_bytes(wire[span])
+    def _span(self, run: range) -> slice:
+        """Where consecutive units lie in the slice."""
+        return slice(self._holdings.places[run.start].start, self._holdings.places[run[-1]].stop)
 
-    def _encode(self, position: int, values: Array, turn: int, decoded: Array | None = None) -> None:
-        place = self._holdings.places[position]
+    def _encode(self, run: range, values: Array, turn: int, decoded: Array | None = None) -> None:
+        first = self._holdings.places[run.start].start
+        for position in run:
+            place = self._holdings.places[position]
+            within = slice(place.start - first, place.stop - first)
+            self._encode_unit(position, place, values[within], turn)
+            if decoded is not None:
+                at = Turn(self._assign.seed, turn, SERVER)
+                self._codec.decode(self._bodies[position], place.unit, at, decoded[within])
+
+    def _encode_unit(self, position: int, place: Place, values: Array, turn: int) -> None:
+        body = self._bodies[position] = _room(
+            self._encoded, position, self._codec.size_bytes(place.unit, turn)
+        )
         span = slice(place.start, place.stop)
-        size = self._codec.size_bytes(place.unit, turn)
-        memory = self._encoded.get(position)
-        if memory is None or len(memory) < size:
-            memory = self._encoded[position] = bytearray(size)
-        body = self._bodies[position] = memoryview(memory)[:size]
-        at = Turn(self._assign.seed, turn, SERVER)
-        owed = self._residual.get(place.vector)
-        owing = self._next_residual.get(place.vector)
+        owed, owing = self._residual.get(place.vector), self._next_residual.get(place.vector)
         compress(
             self._codec,
             values,
             None if owed is None else owed[span],
             place.unit,
-            at,
+            Turn(self._assign.seed, turn, SERVER),
             body,
             None if owing is None else owing[span],
         )
-        if decoded is not None:
-            self._codec.decode(body, place.unit, at, decoded)
 
 
 class Private:
@@ -220,9 +235,9 @@ class Private:
         self._encoded: dict[int, bytearray] = {}
         self._bodies: list[memoryview] = [memoryview(b"")] * len(holdings.places)
 
-    def body(self, position: int) -> memoryview:
-        """The answer's bytes for one unit, as they were prepared last."""
-        return self._bodies[position]
+    def bodies(self, run: range) -> list[memoryview]:
+        """The answer's bytes for consecutive units, as they were prepared last."""
+        return [self._bodies[position] for position in run]
 
     def prepare(self, weights: Weights, turn: int, watermark: Watermark) -> None:
         """Bring the answer to the committed values, unit by unit."""
@@ -243,11 +258,9 @@ class Private:
             held[:] = committed
             self._bodies[position] = as_bytes(held)
             return
-        size = self._codec.size_bytes(place.unit, turn)
-        memory = self._encoded.get(position)
-        if memory is None or len(memory) < size:
-            memory = self._encoded[position] = bytearray(size)
-        body = self._bodies[position] = memoryview(memory)[:size]
+        body = self._bodies[position] = _room(
+            self._encoded, position, self._codec.size_bytes(place.unit, turn)
+        )
         at = Turn(self._assign.seed, turn, SERVER)
         self._codec.encode(committed - held, place.unit, at, body)
         change = np.empty_like(held)
@@ -259,3 +272,11 @@ class Private:
         for name in names:
             if name in self._values:
                 self._values[name][:] = weights.committed[name]
+
+
+def _room(memory: dict[int, bytearray], position: int, size: int) -> memoryview:
+    """So many bytes for one unit, which are allocated once."""
+    room = memory.get(position)
+    if room is None or len(room) < size:
+        room = memory[position] = bytearray(size)
+    return memoryview(room)[:size]
