@@ -66,7 +66,7 @@ class Qsgd(Format):
         symbols = unpack_planes(bits, unit.length)
         if symbols.max(initial=0) > 2 * self._levels:
             raise self.never(unit, f"a level above {self._levels}")
-        levels = np.subtract(symbols, self._levels, out=scratch("levels", unit.length), casting="unsafe")
+        levels = np.subtract(symbols, np.float32(self._levels), out=scratch("levels", unit.length))
         np.multiply(levels, scale[0] / np.float32(self._levels), out=out)
 
 
