@@ -173,6 +173,14 @@ def test_dgc_accumulates_momentum_and_forgets_what_it_sent() -> None:
     assert owed(sender) == pytest.approx([4, 0, 2.9, 0])
 
 
+def test_a_servers_dgc_is_topk_with_feedback() -> None:
+    server = Compressor("dgc:0.25", {VECTOR: 4}, seed=1, worker=-1)
+    gradient, unit = np.array([4, 2, 1, 0], np.float32), unit_of(4)
+    assert [sent(server, gradient, unit)[1].tolist() for _ in range(2)] == [[4, 0, 0, 0], [4, 0, 0, 0]]
+    assert owed(server).tolist() == [0, 4, 2, 0]
+    assert "momentum/" + VECTOR not in server.state_dict()
+
+
 def test_dgc_warms_up() -> None:
     codec, unit = codec_named("dgc:0.001"), unit_of(10_000)
     kept = [codec.size_bytes(unit, round) // 6 for round in (0, 99, 100, 200, 300, 400, 10**9)]
