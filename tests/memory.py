@@ -89,7 +89,9 @@ class MemoryJob:
     def publish(self, values: Array) -> None:
         for shard in self.shards:
             (part,) = shard.slices((VECTOR,))
-            shard.publish(0, Publish((VECTOR,)), [as_bytes(np.concatenate([values[:0], *part.pieces(values)]))])
+            shard.publish(
+                0, Publish((VECTOR,)), [as_bytes(np.concatenate([values[:0], *part.pieces(values)]))]
+            )
 
     def push(
         self,
@@ -165,9 +167,12 @@ class MemoryJob:
     def _pull(self, shard: ShardCore, values: Values, pulled: Array) -> None:
         for frame in values.frames():
             assert isinstance(frame.message, Units)
-            for position, body in zip(shard.holdings.positions(frame.message), frame.bodies, strict=True):
+            body = np.frombuffer(b"".join(frame.bodies), np.float64)
+            for position in shard.holdings.positions(frame.message):
                 unit = shard.holdings.places[position].unit
-                pulled[unit.start : unit.stop] = np.frombuffer(body, np.float64)
+                pulled[unit.start : unit.stop] = body[: unit.length]
+                body = body[unit.length :]
+            assert not body.size
 
     def take(self, worker: int) -> Got:
         """The answer that ``worker`` waits for; KeyError if it is not there yet."""

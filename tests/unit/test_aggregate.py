@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from cadenza_service.servers.aggregate import Averaging, MomentumSgd, server_optimizer, weighted_sum
+from cadenza_service.servers.aggregate import (
+    Averaging,
+    MomentumSgd,
+    ServerOptimizer,
+    server_optimizer,
+    weighted_sum,
+)
 
+Array = NDArray[Any]
 OPTIMIZERS: list[dict[str, Any]] = [
     {"name": "average"},
     {"name": "sgd", "lr": 0.7},
@@ -23,6 +31,24 @@ OPTIMIZERS: list[dict[str, Any]] = [
 parametrize_outer = pytest.mark.parametrize(
     "outer", OPTIMIZERS, ids=lambda outer: "-".join(map(str, outer.values()))
 )
+
+
+def summed(arrays: list[Array], weights: list[float]) -> Array:
+    """The weighted sum, in memory that held something else before."""
+    out, scratch = np.full_like(arrays[0], np.nan), np.full_like(arrays[0], np.nan)
+    return weighted_sum(arrays, weights, out, scratch)
+
+
+def optimizer_of(outer: dict[str, Any], length: int, dtype: Any = np.float64) -> ServerOptimizer:
+    return server_optimizer(outer, length, np.dtype(dtype))
+
+
+def stepped(optimizer: ServerOptimizer, weights: Array, delta: Array) -> Array:
+    """One committed step of the whole slice."""
+    out = np.full_like(weights, np.nan)
+    optimizer.step(weights, delta, out, 0)
+    optimizer.commit()
+    return out
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(np.float32, 1e-6), (np.float64, 1e-15)])
@@ -35,7 +61,7 @@ def test_a_weighted_mean_is_that_of_float64(
     arrays = [rng.normal(size=length).astype(dtype) for _ in range(count)]
     samples = rng.integers(1, 1_000, size=count)
     weights = [int(n) / int(samples.sum()) for n in samples]
-    total = weighted_sum(arrays, weights)
+    total = summed(arrays, weights)
     exact = np.average(np.array(arrays, np.float64), axis=0, weights=samples)
     assert total.dtype == dtype
     scale = np.abs(np.array(arrays, np.float64)).sum(axis=0)
@@ -47,27 +73,26 @@ def test_a_weighted_mean_is_that_of_float64(
 def test_one_contribution_alone_keeps_its_bits(values: list[float]) -> None:
     array = np.array(values, np.float32)
     with np.errstate(invalid="ignore"):
-        total = weighted_sum([array], [1.0])
+        total = summed([array], [1.0])
     assert np.array_equal(total, array, equal_nan=True)
     finite = np.isfinite(array)
     assert total[finite].tobytes() == array[finite].tobytes()
-    assert not np.shares_memory(total, array)
 
 
 def test_the_order_of_summation_is_the_given_one() -> None:
     arrays = [np.array([value]) for value in (1e16, 1.0, -1e16)]
-    assert weighted_sum(arrays, [1.0, 1.0, 1.0])[0] == (1e16 + 1.0) - 1e16
-    assert weighted_sum([arrays[0], arrays[2], arrays[1]], [1.0, 1.0, 1.0])[0] == 1.0
+    assert summed(arrays, [1.0, 1.0, 1.0])[0] == (1e16 + 1.0) - 1e16
+    assert summed([arrays[0], arrays[2], arrays[1]], [1.0, 1.0, 1.0])[0] == 1.0
 
 
 def test_as_many_weights_as_contributions() -> None:
     with pytest.raises(ValueError, match="zip"):
-        weighted_sum([np.ones(2)] * 3, [0.5, 0.5])
+        summed([np.ones(2)] * 3, [0.5, 0.5])
 
 
 @parametrize_outer
 def test_nothing_that_was_handed_in_or_out_is_written_to(outer: dict[str, Any]) -> None:
-    optimizer = server_optimizer(outer)
+    optimizer = optimizer_of(outer, 6)
     rng = np.random.default_rng(1)
     weights = rng.normal(size=6)
     seen = []
@@ -75,50 +100,51 @@ def test_nothing_that_was_handed_in_or_out_is_written_to(outer: dict[str, Any]) 
         delta = rng.normal(size=6)
         seen += [(weights, weights.copy()), (delta, delta.copy())]
         weights.flags.writeable = delta.flags.writeable = False
-        weights = optimizer.step(weights, delta)
+        weights = stepped(optimizer, weights, delta)
         assert all(np.array_equal(array, then) for array, then in seen)
 
 
 @parametrize_outer
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_weights_keep_their_type_and_an_empty_slice_is_fine(outer: dict[str, Any], dtype: Any) -> None:
-    optimizer = server_optimizer(outer)
-    for length in (3, 3):
-        assert optimizer.step(np.ones(length, dtype), np.ones(length, dtype)).dtype == dtype
-    assert server_optimizer(outer).step(np.ones(0, dtype), np.ones(0, dtype)).shape == (0,)
+    optimizer = optimizer_of(outer, 3, dtype)
+    for _ in range(2):
+        assert np.isfinite(stepped(optimizer, np.ones(3, dtype), np.ones(3, dtype))).all()
+    assert {array.dtype for array in optimizer.state().values()} <= {np.dtype(dtype)}
+    assert stepped(optimizer_of(outer, 0, dtype), np.ones(0, dtype), np.ones(0, dtype)).shape == (0,)
 
 
 @parametrize_outer
 def test_an_optimizer_goes_on_from_its_saved_state(outer: dict[str, Any]) -> None:
     rng = np.random.default_rng(2)
     deltas = rng.normal(size=(6, 4))
-    straight, first = server_optimizer(outer), server_optimizer(outer)
+    straight, first = optimizer_of(outer, 4), optimizer_of(outer, 4)
     one = two = rng.normal(size=4)
     for delta in deltas:
-        one = straight.step(one, delta)
+        one = stepped(straight, one, delta)
     for delta in deltas[:3]:
-        two = first.step(two, delta)
-    second = server_optimizer(outer)
+        two = stepped(first, two, delta)
+    second = optimizer_of(outer, 4)
     second.load(first.state())
     for delta in deltas[3:]:
-        two = second.step(two, delta)
+        two = stepped(second, two, delta)
     assert np.array_equal(one, two)
 
 
 def test_the_average_adds_exactly_and_rate_1_is_the_average() -> None:
     weights, delta = np.array([0.1, 0.7]), np.array([0.2, -0.7])
-    moved = Averaging().step(weights, delta)
+    moved = stepped(Averaging(), weights, delta)
     assert np.array_equal(moved, weights + delta)
-    assert np.array_equal(MomentumSgd(1.0, 0.0).step(weights, delta), moved)
+    assert np.array_equal(stepped(MomentumSgd(1.0, 0.0, 2, np.dtype(np.float64)), weights, delta), moved)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_follows_its_formula_in_exact_arithmetic(nesterov: bool) -> None:
     rate, momentum = Fraction(1, 4), Fraction(1, 2)
-    optimizer = MomentumSgd(0.25, 0.5, nesterov=nesterov)
+    optimizer = MomentumSgd(0.25, 0.5, 1, np.dtype(np.float64), nesterov=nesterov)
     weights, x, u = np.array([3.0]), Fraction(3), Fraction(0)
     for delta in (1, -2, 4, 8, -16):
-        weights = optimizer.step(weights, np.array([float(delta)]))
+        weights = stepped(optimizer, weights, np.array([float(delta)]))
         gradient = Fraction(-delta)
         u = momentum * u + gradient
         x -= rate * (gradient + momentum * u if nesterov else u)
@@ -126,10 +152,10 @@ def test_momentum_follows_its_formula_in_exact_arithmetic(nesterov: bool) -> Non
 
 
 def test_momentum_comes_to_the_rate_that_it_promises() -> None:
-    optimizer = MomentumSgd(0.1, 0.9)
+    optimizer = MomentumSgd(0.1, 0.9, 1, np.dtype(np.float64))
     weights = np.zeros(1)
     for _ in range(400):
-        before, weights = weights, optimizer.step(weights, np.ones(1))
+        before, weights = weights, stepped(optimizer, weights, np.ones(1))
     assert math.isclose(float((weights - before)[0]), 0.1 / (1 - 0.9), rel_tol=1e-12)
 
 
@@ -138,4 +164,23 @@ def test_momentum_comes_to_the_rate_that_it_promises() -> None:
 )
 def test_an_unknown_optimizer_is_refused(outer: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        server_optimizer(outer)
+        optimizer_of(outer, 1)
+
+
+@parametrize_outer
+def test_a_step_may_be_made_again_in_parts_until_it_is_committed(outer: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    plain, again = optimizer_of(outer, 5), optimizer_of(outer, 5)
+    one = two = rng.normal(size=5)
+    for _ in range(4):
+        wrong, right = rng.normal(size=(2, 5))
+        before = {name: array.copy() for name, array in again.state().items()}
+        out = np.full(5, np.nan)
+        again.step(two, wrong, out, 0)
+        assert all(np.array_equal(array, before[name]) for name, array in again.state().items())
+        for start, stop in ((3, 5), (0, 3)):
+            again.step(two[start:stop], right[start:stop], out[start:stop], start)
+        again.commit()
+        one, two = stepped(plain, one, right), out
+        assert np.array_equal(one, two)
+    assert all(np.array_equal(array, again.state()[name]) for name, array in plain.state().items())

@@ -75,7 +75,8 @@ class Crew:
     def push(self, worker: int, value: float = 1.0, **fields: Any) -> Background[Answer]:
         request = Request("update", next(self.seq), 0, (VECTOR,), samples=1, steps=1, **fields)
         values = {VECTOR: np.full(LENGTH, value)}
-        return Background(self.links[worker].exchange, request, values, {VECTOR: np.empty(LENGTH)})
+        link = self.links[worker]
+        return Background(lambda: link.begin(request, values, {VECTOR: np.empty(LENGTH)}).result())
 
     def ask(self, worker: int, message: Message) -> Message:
         return self.controls[worker]._connection.call(message).result(SOON_S)
@@ -367,7 +368,7 @@ def test_a_request_of_a_worker_that_nobody_knows_disturbs_nobody() -> None:
         job.join()
         for key in (messages.Key(77, 1, 1), messages.Key(0, 9, 1)):
             job.cluster.coordinator.received(
-                messages.Received(0, key, "update", 0, 1, 1, None, True, b"", (), "")
+                messages.Received(0, 0, key, "update", 0, 1, 1, None, True, b"", (), "")
             )
         calls = [job.push(0), job.push(1)]
         assert {call.result().note.version for call in calls} == {1}

@@ -38,7 +38,7 @@ class Echo:
     body_buffer: bytearray = field(default_factory=bytearray)
     most_bytes: int = 1 << 20
 
-    def body(self, message: Message, length: int) -> Sequence[Buffer]:
+    def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         if length > self.most_bytes:
             raise ProtocolError(f"{length} bytes are too many")
         self.body_buffer = bytearray(length)
@@ -581,7 +581,13 @@ def test_a_connection_ends_while_both_sides_send(echo: EchoServer) -> None:
     assert not {name for name in cadenza_threads() if "the server" in name}
 
 
-def test_no_requests_means_none() -> None:
+def test_no_requests_means_none(peer: Peer) -> None:
+    client, sock = open_pair(peer)
     handler = NoRequests()
     with pytest.raises(ProtocolError, match="an unexpected Done with 5 bytes"):
-        handler.body(Done(), 5)
+        handler.body(client, Done(), 5)
+    with pytest.raises(ProtocolError, match="an unexpected Done"):
+        handler.handle(client, 0, Done())
+    client.close()
+    client.join(SOON_S)
+    sock.close()

@@ -41,7 +41,8 @@ def train(steps: int, *, finish: bool = True) -> None:
     for step in range(steps):
         update = {"parameters.float32": np.ones(4, np.float32)}
         request = Request("update", step + 1, version, LAYOUT.travelling(), samples=1, steps=1, loss=0.5)
-        version = link.exchange(request, update, weights).note.version
+        version = link.begin(request, update, weights).result().note.version
+        link.telemetry(steps=step + 1, samples=step + 1, compute_seconds=0.0, apply_seconds=None)
     if finish and link.finish():
         link.published()
 
