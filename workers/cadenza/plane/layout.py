@@ -85,7 +85,7 @@ class Cut(msgspec.Struct, frozen=True):
     """How each vector is cut into units, and which shard owns which.
 
     A vector of n elements is cut into ``shards * ceil(n / (shards * unit))`` units of equal length, but for the last
-    ones, which may be short or empty. So shards differ by less than one element per unit.
+    ones, which may be short or empty. So no shard exceeds its share, n / shards, by one element per unit.
     """
 
     shards: int
