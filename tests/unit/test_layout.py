@@ -1,4 +1,4 @@
-"""How a model's vectors are cut into shards, and how two layouts are told apart."""
+"""How a model's vectors are cut into units, whose they are, and how two layouts are told apart."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import itertools
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.plane.layout import NUMPY_TYPES, Layout, Tensor, Vector, accumulator, cut
+from cadenza.plane.layout import (
+    NUMPY_TYPES,
+    Cut,
+    Layout,
+    Matrix,
+    Role,
+    Tensor,
+    Vector,
+    accumulator,
+    rows_between,
+)
 from cadenza.plane.messages import Join, decode, encode
 
 W = Tensor("w", "float32", (2, 3), "parameters.float32", 0)
@@ -23,32 +34,130 @@ LAYOUT = Layout(
 )
 
 
-@settings(deadline=None)
-@given(length=st.integers(0, 10**12), parts=st.integers(1, 1_000))
-def test_pieces_are_contiguous_complete_and_nearly_equal(length: int, parts: int) -> None:
-    pieces = [cut(length, part, parts) for part in range(parts)]
-    assert pieces[0][0] == 0
-    assert pieces[-1][1] == length
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
-    sizes = [stop - start for start, stop in pieces]
-    assert max(sizes) - min(sizes) <= 1
+cuts = st.builds(
+    Cut, shards=st.integers(1, 40), unit=st.one_of(st.integers(1, 9), st.just(16_384)), striped=st.booleans()
+)
+lengths = st.one_of(st.integers(0, 60), st.integers(0, 3_000))
+roles = st.sampled_from(["parameters", "buffers", "static"])
+
+
+def vector_of(role: Role, length: int) -> Vector:
+    return Vector(role, "uint8" if role == "static" else "float32", length)
+
+
+@given(cut=cuts, length=lengths, role=roles)
+def test_units_are_contiguous_complete_and_within_their_size(cut: Cut, length: int, role: Role) -> None:
+    vector = vector_of(role, length)
+    units = cut.units(vector)
+    assert [unit.number for unit in units] == list(range(len(units)))
+    assert {unit.vector for unit in units} <= {vector.name}
+    edges = [0, *(unit.stop for unit in units)]
+    assert edges[-1] == length
+    assert [unit.start for unit in units] == edges[:-1]
+    sizes = [unit.length for unit in units]
+    assert all(0 < size <= cut.unit for size in sizes)
+    assert all(size == sizes[0] for size in sizes[:-1])
+    assert not sizes or sizes[-1] <= sizes[0]
+
+
+@given(cut=cuts, length=lengths, role=roles)
+def test_every_unit_has_one_owner_and_both_ends_agree_on_it(cut: Cut, length: int, role: Role) -> None:
+    vector = vector_of(role, length)
+    owned = [cut.owned(shard, vector) for shard in range(cut.shards)]
+    assert sorted(unit for units in owned for unit in units) == cut.units(vector)
+    for unit in cut.units(vector):
+        shard, position = cut.owner(vector, unit.number)
+        assert owned[shard][position] == unit
+    consecutive = not cut.striped or role == "static"
+    for shard, units in enumerate(owned):
+        numbers = [unit.number for unit in units]
+        step = 1 if consecutive else cut.shards
+        assert all(after - before == step for before, after in itertools.pairwise(numbers))
+        assert consecutive or all(number % cut.shards == shard for number in numbers)
+
+
+@given(cut=cuts, length=lengths, role=roles)
+def test_no_shard_exceeds_its_share_by_an_element_for_each_of_its_units(
+    cut: Cut, length: int, role: Role
+) -> None:
+    vector = vector_of(role, length)
+    sizes = [sum(unit.length for unit in cut.owned(shard, vector)) for shard in range(cut.shards)]
+    units_of_a_shard = -(-length // (cut.shards * cut.unit))
+    assert sum(sizes) == length
+    assert max(sizes) < length / cut.shards + units_of_a_shard or not length
+
+
+@given(cut=cuts, length=lengths, role=roles)
+def test_the_pieces_of_all_slices_are_the_vector(cut: Cut, length: int, role: Role) -> None:
+    vector = vector_of(role, length)
+    layout = Layout((vector,), (), ())
+    whole = np.arange(length)
+    seen = np.zeros(length, np.int64)
+    for shard in range(cut.shards):
+        (part,) = layout.slices(cut, shard, layout.every())
+        pieces = part.pieces(whole)
+        assert sum(len(piece) for piece in pieces) == part.length
+        assert part.size_bytes == part.length * vector.itemsize
+        assert all(before[-1] + 1 != after[0] for before, after in itertools.pairwise(pieces))
+        for piece in pieces:
+            assert np.shares_memory(piece, whole)
+            seen[piece] += 1
+    assert (seen == 1).all()
 
 
 def test_more_shards_than_elements_leave_some_with_nothing() -> None:
-    lengths = [[part.length for part in LAYOUT.slices(shard, 20, LAYOUT.every())] for shard in range(20)]
-    assert [sum(column) for column in zip(*lengths, strict=True)] == [9, 4, 8]
-    assert [0, 0, 0] in lengths
+    cut = Cut(20)
+    owned = [[part.length for part in LAYOUT.slices(cut, shard, LAYOUT.every())] for shard in range(20)]
+    assert [sum(column) for column in zip(*owned, strict=True)] == [9, 4, 8]
+    assert [0, 0, 0] in owned
 
 
 def test_slices_come_in_layout_order_whatever_the_order_asked_for() -> None:
     names = ("static.uint8", "parameters.float32")
-    slices = LAYOUT.slices(1, 2, names)
-    assert [(part.vector, part.start, part.stop) for part in slices] == [
-        ("parameters.float32", 4, 9),
-        ("static.uint8", 4, 8),
+    slices = LAYOUT.slices(Cut(2), 1, names)
+    assert [(part.vector, [(unit.start, unit.stop) for unit in part.units]) for part in slices] == [
+        ("parameters.float32", [(5, 9)]),
+        ("static.uint8", [(4, 8)]),
     ]
-    assert [part.size_bytes for part in slices] == [20, 4]
-    assert LAYOUT.slices(0, 1, ("unknown",)) == []
+    assert [part.size_bytes for part in slices] == [16, 4]
+    assert LAYOUT.slices(Cut(1), 0, ("unknown",)) == []
+
+
+def test_in_sync_mode_each_shard_owns_some_of_every_part_but_of_static_vectors_one() -> None:
+    layout = Layout((Vector("parameters", "float32", 12), Vector("static", "uint8", 12)), (), ())
+    slices = layout.slices(Cut(2, unit=3, striped=True), 1, layout.every())
+    assert [[(unit.start, unit.stop) for unit in part.units] for part in slices] == [
+        [(3, 6), (9, 12)],
+        [(6, 9), (9, 12)],
+    ]
+
+
+@given(
+    matrices=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(1, 7)), max_size=4),
+    cut=cuts,
+)
+def test_rows_are_whole_and_lie_in_their_unit(matrices: list[tuple[int, int, int]], cut: Cut) -> None:
+    placed, offset = [], 0
+    for gap, rows, columns in matrices:
+        placed.append(Matrix(offset + gap, rows, columns))
+        offset += gap + rows * columns
+    vector = Vector("parameters", "float32", offset)
+    for unit in cut.units(vector, placed):
+        starts = [matrix.offset + row * matrix.columns for matrix in placed for row in range(matrix.rows)]
+        widths = [matrix.columns for matrix in placed for _ in range(matrix.rows)]
+        whole = [
+            (start - unit.start, width)
+            for start, width in zip(starts, widths, strict=True)
+            if unit.start <= start and start + width <= unit.stop
+        ]
+        told = [(at + row * columns, columns) for at, rows, columns in unit.matrices for row in range(rows)]
+        assert told == whole
+        assert unit.matrices == rows_between(placed, unit.start, unit.stop)
+
+
+def test_units_know_their_rows_only_where_the_codec_needs_them() -> None:
+    assert [unit.matrices for unit in LAYOUT.units(Cut(1, rows=True), "parameters.float32")] == [((0, 2, 3),)]
+    assert [unit.matrices for unit in LAYOUT.units(Cut(1), "parameters.float32")] == [()]
 
 
 def test_static_vectors_do_not_travel() -> None:
