@@ -193,7 +193,8 @@ class _WorkerHandler(_ShardHandler):
         match message:
             case Units():
                 slot = self._shard.slot(connection)
-                slot.accept(message, bodies)
+                # A frame without bytes never asks for buffers; a packed unit of zeros is one.
+                slot.accept(message, bodies or slot.destination(message, 0, self._memory))
                 self._shard.received(slot)
             case Publish(vectors=vectors):
                 self._shard.published(connection, call, message, bodies or self._empty(vectors))

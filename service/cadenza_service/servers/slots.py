@@ -80,6 +80,8 @@ class Slot:
             self.begin(message.seq)
         if not self._wanted(message, positions) or not self._received_in_place(message):
             return [scratch(length)]
+        # Until all of it is there and undamaged, it may be anything.
+        self._received[positions.start : positions.stop] = False
         return [as_bytes(self._span(positions))]
 
     def accept(self, message: Units, data: Sequence[memoryview]) -> None:

@@ -55,6 +55,8 @@ class ShardEnd(NoRequests):
         """The sender thread's."""
         self._received = bytearray()
         """The receiver thread's."""
+        self._prepared = False
+        """Whether the frame that is being received was given its buffers."""
 
     connection: Connection
 
@@ -123,6 +125,7 @@ class ShardEnd(NoRequests):
         incoming = self._expected(message)
         if not isinstance(message, Units):
             return super().body(connection, message, length)
+        self._prepared = True
         if not incoming.begun_at:
             incoming.begun_at = time.monotonic()
         positions = self.holdings.positions(message)
@@ -142,6 +145,10 @@ class ShardEnd(NoRequests):
     def handle(self, connection: Connection, call: int, message: Message) -> None:
         incoming = self._expected(message)
         assert isinstance(message, Units)
+        if not self._prepared:
+            # A frame without bytes never asks for buffers; a packed unit of zeros is one.
+            self.body(connection, message, 0)
+        self._prepared = False
         if not message.packed and message.codec == NATIVE:
             return
         positions = self.holdings.positions(message)
