@@ -190,6 +190,11 @@ class Peer:
             news += self._core.news(slot)
         return news
 
+    def fetch(self, seq: int, base_version: int) -> list[Received]:
+        """Ask for the committed values of all vectors."""
+        self.end.incoming = Incoming(seq, self.into, self.changes)
+        return self._core.request(self.worker, 1, Request("fetch", seq, base_version, tuple(self.into)))
+
     def pull(self, outgoing: Outgoing) -> None:
         """Receive an answer, or the part of it that is there."""
         for frame in outgoing.values.frames() if outgoing.values is not None else ():

@@ -11,9 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from cadenza.plane.messages import Tentative
 from tests.memory import MemoryJob
 
 Array = NDArray[Any]
+
+
+barriers_groups = pytest.mark.parametrize("groups", [1, 3])
+"""Behind a barrier, in how many parts a round is answered changes nothing."""
 
 
 # --- local SGD on quadratics ---
@@ -26,13 +31,14 @@ def local_steps(x: Array, matrix: Array, target: Array, rate: float, steps: int)
     return x
 
 
-def test_local_sgd_on_heterogeneous_quadratics_reaches_its_fixed_point() -> None:
+@barriers_groups
+def test_local_sgd_on_heterogeneous_quadratics_reaches_its_fixed_point(groups: int) -> None:
     # Clients f_k = 0.5 x'A_k x - b_k'x: x_fp = (sum P_k)^-1 sum P_k A_k^-1 b_k with P_k = I - (I - eta A_k)^H.
     rng = np.random.default_rng(3)
     clients, size, rate, interval = 4, 5, 0.1, 8
     matrices = [np.diag(rng.uniform(0.5, 4.0, size)) for _ in range(clients)]
     targets = [rng.normal(size=size) for _ in range(clients)]
-    job = MemoryJob(size, mode="local", workers=clients)
+    job = MemoryJob(size, mode="local", workers=clients, groups=groups, unit=1)
     x = np.zeros(size)
     for version in range(400):
         for worker in range(clients):
@@ -50,15 +56,16 @@ def test_local_sgd_on_heterogeneous_quadratics_reaches_its_fixed_point() -> None
     assert np.abs(x - optimum).max() > 1e-3
 
 
+@barriers_groups
 @pytest.mark.parametrize("gamma", [0.3, 1.0, 1.5])
-def test_the_outer_rate_identity(gamma: float) -> None:
+def test_the_outer_rate_identity(gamma: float, groups: int) -> None:
     # x_R = ((1 - gamma) I + gamma (I - eta Q)^H)^R x_0 on 0.5 x'Qx.
     rng = np.random.default_rng(5)
     size, rate, interval, rounds = 6, 0.05, 7, 12
     root = rng.normal(size=(size, size))
     matrix = root @ root.T / size
     x = first = rng.normal(size=size)
-    job = MemoryJob(size, mode="local", workers=2, outer={"name": "sgd", "lr": gamma})
+    job = MemoryJob(size, mode="local", workers=2, outer={"name": "sgd", "lr": gamma}, groups=groups, unit=1)
     job.publish(first)
     for version in range(rounds):
         for worker in range(2):
@@ -69,12 +76,14 @@ def test_the_outer_rate_identity(gamma: float) -> None:
     assert np.abs(x - expected).max() < 1e-12
 
 
+@barriers_groups
 @pytest.mark.parametrize(("name", "nesterov"), [("sgd", False), ("nesterov", True)])
-def test_outer_momentum_equals_torch(name: str, nesterov: bool) -> None:
+def test_outer_momentum_equals_torch(name: str, nesterov: bool, groups: int) -> None:
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(7)
     first = rng.normal(size=9)
-    job = MemoryJob(9, mode="local", workers=1, outer={"name": name, "lr": 0.6, "momentum": 0.8})
+    outer = {"name": name, "lr": 0.6, "momentum": 0.8}
+    job = MemoryJob(9, mode="local", workers=1, outer=outer, groups=groups, unit=2)
     job.publish(first)
     parameter = torch.nn.Parameter(torch.tensor(first))
     optimizer = torch.optim.SGD([parameter], lr=0.6, momentum=0.8, nesterov=nesterov)
@@ -178,8 +187,8 @@ def test_ssp_with_bound_0_equals_local_with_interval_1() -> None:
     deltas = rng.normal(size=(20, 3, 4))
     samples = rng.integers(1, 9, size=(20, 3))
     results = []
-    for mode, order in (("local", (0, 1, 2)), ("ssp", (2, 0, 1))):
-        job = MemoryJob(4, mode=mode, workers=3, staleness=0)  # type: ignore[arg-type]
+    for mode, order, groups in (("local", (0, 1, 2), 1), ("local", (1, 0, 2), 3), ("ssp", (2, 0, 1), 1)):
+        job = MemoryJob(4, mode=mode, workers=3, staleness=0, groups=groups, unit=1)  # type: ignore[arg-type]
         for version in range(20):
             for worker in order:
                 job.push(worker, deltas[version, worker], base=version, samples=int(samples[version, worker]))
@@ -187,15 +196,15 @@ def test_ssp_with_bound_0_equals_local_with_interval_1() -> None:
             assert np.array_equal(taken[0], taken[1])
             assert np.array_equal(taken[0], taken[2])
         results.append(job.weights())
-    assert np.array_equal(results[0], results[1])
+    assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
 # --- once, however often it is sent ---
 
 
-@pytest.mark.parametrize("mode", ["local", "async"])
-def test_a_contribution_sent_twice_counts_once(mode: Any) -> None:
-    job = MemoryJob(2, mode=mode, workers=2)
+@pytest.mark.parametrize(("mode", "groups"), [("local", 1), ("local", 3), ("async", 1)])
+def test_a_contribution_sent_twice_counts_once(mode: Any, groups: int) -> None:
+    job = MemoryJob(2, mode=mode, workers=2, groups=groups, unit=1)
     for worker in range(2):
         for _ in range(3):
             job.push(worker, np.full(2, 1.0), base=0, seq=1)
@@ -206,9 +215,33 @@ def test_the_order_of_arrival_does_not_change_a_bit() -> None:
     rng = np.random.default_rng(13)
     deltas = rng.normal(size=(3, 5)) * np.array([1e16, 1.0, -1e16])[:, None]
     results = []
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        job = MemoryJob(5, mode="local", workers=3)
+    for order, groups in (((0, 1, 2), 1), ((2, 1, 0), 1), ((1, 2, 0), 1), ((0, 1, 2), 3), ((2, 0, 1), 3)):
+        job = MemoryJob(5, mode="local", workers=3, groups=groups, unit=1)
         for worker in order:
             job.push(worker, deltas[worker], base=0)
         results.append(job.weights())
     assert all(np.array_equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("outer", [{"name": "average"}, {"name": "nesterov", "lr": 0.7, "momentum": 0.9}])
+def test_a_worker_that_is_slow_by_groups_changes_no_bit(outer: dict[str, Any]) -> None:
+    # Worker 2's update comes last and part by part: the others' groups are answered while it still comes.
+    rng = np.random.default_rng(17)
+    deltas = rng.normal(size=(6, 3, 12))
+    deltas[3, 2, -1] = np.inf  # After its first groups were answered.
+    results = []
+    for groups in (1, 3):
+        job = MemoryJob(12, mode="local", workers=3, outer=outer, groups=groups, unit=1)
+        version = 0
+        for turn in range(6):
+            for worker in range(3):
+                job.push(worker, deltas[turn, worker], base=version, samples=worker + 1)
+            taken = [job.take(worker) for worker in range(3)]
+            version = taken[0].answer.note.version
+            assert all(np.array_equal(got.values, job.weights()) for got in taken)
+        results.append(job.weights())
+        early = [output for output in job.outputs if isinstance(output, Tentative)]
+        assert len({entry.group for entry in early}) == groups - 1
+        assert np.isfinite(job.weights()).all()
+        assert version == 6
+    assert np.array_equal(results[0], results[1])
