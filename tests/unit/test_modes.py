@@ -104,7 +104,7 @@ def diverges(delay: int, product: float) -> bool:
     ``delay + 1`` workers push in turn, so that each gradient is exactly ``delay`` versions old.
     """
     workers = delay + 1
-    job = MemoryJob(1, mode="async", workers=workers)
+    job = MemoryJob(1, mode="async", workers=workers, shards=1)
     job.publish(np.ones(1))
     held = [(0, 1.0)] * workers
     last = 1.0
