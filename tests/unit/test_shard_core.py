@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cadenza.plane import wire
-from cadenza.plane.connection import Buffer, Connection, Frame, NoRequests, Pending, Refusal, RefusedError
+from cadenza.plane.connection import Frame, Refusal, RefusedError
 from cadenza.plane.layout import NUMPY_TYPES, Cut, Layout, accumulator, as_bytes
 from cadenza.plane.messages import (
     Answer,
@@ -30,10 +29,9 @@ from cadenza.plane.messages import (
     Units,
     encode,
 )
-from cadenza.plane.transport import connect
 from cadenza.plane.wire import HandshakeError, Identity, ProtocolError, Role
-from cadenza_service.servers.shard import ShardServer
 from cadenza_service.servers.shard_core import ShardCore
+from tests.unit.shard_bench import SOON_S, Bench, Values, sent
 from tests.unit.shards import (
     BUFFERS,
     PARAMETERS,
@@ -52,8 +50,6 @@ from tests.unit.shards import (
 )
 
 Array = NDArray[Any]
-SOON_S = 5.0
-KEY = b"k" * 32
 
 
 # --- requests that are not well-formed ---
@@ -327,86 +323,11 @@ def test_a_fetch_gives_the_vectors_that_it_names_in_layout_order() -> None:
 # --- the server ---
 
 
-class Log(NoRequests):
-    """The coordinator's end: keeps receipts."""
-
-    def __init__(self) -> None:
-        self.receipts: list[Received] = []
-        self.arrived = threading.Condition()
-        self.ended = threading.Event()
-
-    def handle(self, connection: Connection, call: int, message: Message) -> None:
-        assert isinstance(message, Received)
-        with self.arrived:
-            self.receipts.append(message)
-            self.arrived.notify_all()
-
-    def closed(self, connection: Connection, error: Exception | None) -> None:
-        self.ended.set()
-
-    def wait_for(self, count: int) -> None:
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: len(self.receipts) >= count, SOON_S)
-
-
-class Values(NoRequests):
-    """A worker's end: puts answers' values together, in the order in which they come."""
-
-    def __init__(self) -> None:
-        self.received = b""
-        self._buffer = bytearray()
-
-    def body(self, connection: Connection, message: Message, length: int) -> list[Buffer]:
-        self._buffer = bytearray(length)
-        return [memoryview(self._buffer)]
-
-    def handle(self, connection: Connection, call: int, message: Message) -> None:
-        assert isinstance(message, Units)
-        self.received += self._buffer
-        self._buffer = bytearray()
-
-
-def sent(
-    worker: Connection, seq: int, *bodies: memoryview, names: tuple[str, ...] = (PARAMETERS,)
-) -> Pending:
-    """An update with one unit per vector."""
-    call = worker.call(update(seq, names))
-    worker.stream(
-        [Frame(Units(seq, name, 0, 1, "fp32", 0), [data]) for name, data in zip(names, bodies, strict=True)]
-    )
-    return call
-
-
-class Bench:
-    """A shard's server with a coordinator's connection in the test's hand."""
-
-    def __init__(self) -> None:
-        self.server = ShardServer("127.0.0.1", KEY, epoch=1)
-        self.open: list[Connection] = []
-        self.log = Log()
-        self.coordinator = self.connect(Identity(Role.COORDINATOR, epoch=1), self.log)
-
-    def connect(self, identity: Identity, handler: NoRequests | None = None) -> Connection:
-        host, port = self.server.address
-        connection = connect(host, port, KEY, identity, handler, peer="shard 0", timeout_s=SOON_S).start()
-        self.open.append(connection)
-        return connection
-
-    def worker(self, number: int = 0) -> Connection:
-        return self.connect(Identity(Role.WORKER, number, 1), Values())
-
-    def assign(self, layout: Layout, **fields: Any) -> None:
-        assign = Assign(layout, 0, 1, "local", {"name": "average"}, **fields)
-        assert self.coordinator.call(assign).result(SOON_S) == Done()
-
-
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
     yield bench
-    for connection in bench.open:
-        connection.close()
-    bench.server.close()
+    bench.close()
 
 
 def unit(vector: str = PARAMETERS, **fields: Any) -> Units:
