@@ -189,6 +189,7 @@ class Connection:
         """How much one frame of a long transfer should carry: little on a slow link, so that the pipeline fills soon."""
         self._sock = sock
         self._local = sock.family not in (socket.AF_INET, socket.AF_INET6) or congestion.is_local(sock)
+        self._peer_host = _peer_host(sock)
         self._handler = handler
         self._outgoing: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._calls: dict[int, Pending] = {}
@@ -255,6 +256,11 @@ class Connection:
     def refuse(self, call: int, refusal: Refusal) -> None:
         """Answer the peer's request ``call`` with a refusal."""
         self.reply(call, Refused(refusal.code, str(refusal)))
+
+    @property
+    def peer_host(self) -> str:
+        """The peer's address; empty where the connection had ended before it was used."""
+        return self._peer_host
 
     @property
     def local(self) -> bool:
@@ -449,3 +455,10 @@ class Connection:
             self._handler.handle(self, call, message)
         except Refusal as refusal:
             self.refuse(call, refusal)
+
+
+def _peer_host(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except (OSError, IndexError):
+        return ""
