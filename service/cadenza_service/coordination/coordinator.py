@@ -512,10 +512,10 @@ class CoordinatorServer:
         )
 
     def _fan_in(self) -> int:
-        """How many workers on other hosts send to one shard at a time, at most."""
+        """How many workers on other hosts send to one shard at a time, since each sends to one after another."""
         workers = [control.peer_host for control in self._controls.values()]
         counts = [sum(worker != host for worker in workers) for host, _ in self._addresses]
-        return max([1, *counts])
+        return max(1, math.ceil(max(counts) / len(counts)))
 
     def _check_phase(self, phase: Phase) -> None:
         if self._phase is Phase.FAILED and self._failure is not None:

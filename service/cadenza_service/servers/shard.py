@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from cadenza.plane.connection import Buffer, Connection, Frame, Handler, Refusal
 from cadenza.plane.messages import (
+    BARRIER_MODES,
     Assign,
     Decision,
     Done,
@@ -26,6 +27,7 @@ from cadenza.plane.messages import (
     Units,
 )
 from cadenza.plane.transport import Server
+from cadenza.plane.turns import Turns, rotation
 from cadenza.plane.uplink import Lane, Uplink
 from cadenza.plane.wire import Identity, ProtocolError, Role, Status
 from cadenza_service.servers.answers import Outgoing
@@ -147,17 +149,20 @@ class ShardServer:
             if work.outgoing:
                 self._uplink.settle(1)
             now = time.monotonic()
-            for outgoing in work.outgoing:
-                self._send(outgoing, now)
+            turns = Turns() if core.assign.mode in BARRIER_MODES else None
+            for outgoing in rotation(work.outgoing, core.assign.shard + 1):
+                self._send(outgoing, now, turns)
         work.run(self._lock)
 
-    def _send(self, outgoing: Outgoing, now: float) -> None:
+    def _send(self, outgoing: Outgoing, now: float, turns: Turns | None) -> None:
         connection, call = self._calls[outgoing.key]
         if outgoing.answer is not None:
             del self._calls[outgoing.key]
         waited_s = now - self._arrived.pop(outgoing.key, now) if outgoing.answer is not None else 0.0
         lane = self._uplink.lane(connection)
-        connection.stream(_frames(outgoing, connection, call, lane, decided_at=now, waited_s=waited_s))
+        frames = _frames(outgoing, connection, call, lane, decided_at=now, waited_s=waited_s)
+        in_turn = turns is not None and not connection.local
+        connection.stream(turns.chain(connection, frames) if turns and in_turn else frames)
 
     def _tell(self, news: Sequence[Received]) -> None:
         for received in news:

@@ -24,6 +24,9 @@ Overlap = Literal["auto", "on", "off"]
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 
+BARRIER_MODES = ("sync", "local")
+"""In which a round waits for every active worker."""
+
 SYNC_BOUNDS_S: tuple[float, ...] = (
     0.001,
     0.0025,

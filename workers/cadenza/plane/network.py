@@ -18,6 +18,7 @@ from cadenza.plane.holdings import Holdings
 from cadenza.plane.layout import NUMPY_TYPES, Layout, Slice, as_bytes
 from cadenza.plane.link import Arrays, LinkError, Timings
 from cadenza.plane.messages import (
+    BARRIER_MODES,
     BUCKETS,
     SYNC_BOUNDS_S,
     Answer,
@@ -43,6 +44,7 @@ from cadenza.plane.messages import (
 from cadenza.plane.observer import LinkObserver
 from cadenza.plane.shard_end import Incoming, ShardEnd
 from cadenza.plane.transport import connect
+from cadenza.plane.turns import Turns, rotation
 from cadenza.plane.units import Unit
 from cadenza.plane.uplink import Lane, Uplink
 from cadenza.plane.wire import Identity, ProtocolError, Role
@@ -159,12 +161,10 @@ class NetworkLink:
         begun_at = self._take_off()
         incoming = self._await_values(request, into)
         packed, self._packed = self._packed, [set() for _ in self._ends]
-        calls = []
-        for end, zeros in zip(self._ends, packed, strict=True):
-            if request.kind == "update":
-                calls.append(end.update(request, values, zeros))
-            else:
-                calls.append(end.connection.call(request, into=self._whole(end, into)))
+        if request.kind == "update":
+            calls = self._update(request, values, packed)
+        else:
+            calls = [end.connection.call(request, into=self._whole(end, into)) for end in self._ends]
         return self._flight(request, calls, incoming, begun_at)
 
     def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> NetworkStream:
@@ -258,6 +258,16 @@ class NetworkLink:
         for end, expected in zip(self._ends, incoming, strict=True):
             end.incoming = expected
         return incoming
+
+    def _update(self, request: Request, values: Arrays, packed: list[set[int]]) -> list[Pending]:
+        """Send an update to every shard: behind a barrier to one other host after another, and then to each its turn."""
+        _, joined = self._job()
+        turns = Turns() if joined.mode in BARRIER_MODES else None
+        calls: dict[int, Pending] = {}
+        for end in rotation(self._ends, self.worker + 1):
+            in_turn = turns if not end.connection.local else None
+            calls[end.number] = end.update(request, values, packed[end.number], in_turn)
+        return [calls[number] for number in range(len(self._ends))]
 
     def _take_off(self) -> float:
         """A transfer begins; returns the time."""

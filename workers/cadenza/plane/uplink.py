@@ -105,7 +105,7 @@ class Uplink:
                 return
             for lane in lanes:
                 lane.fresh = None
-            sharing = max(fan_in, len(lanes))
+            sharing = fan_in
             seen = PacedRound(
                 delivered_bytes_per_s=sharing * sum(f.goodput_bytes_per_s for f in facts) / len(facts),
                 queueing_delay_s=max(f.queueing_delay_s for f in facts),
