@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.netlab import network
 from tests.integration.support import Service
+
+__all__ = ["network", "service"]
 
 
 @pytest.fixture(scope="module")
