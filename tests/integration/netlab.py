@@ -12,7 +12,7 @@ MakeNetwork = Callable[..., Network]
 
 
 @pytest.fixture
-def network() -> Iterator[MakeNetwork]:
+def make_network() -> Iterator[MakeNetwork]:
     """Makes networks, with the arguments of `Network`, that are gone when the test has ended.
 
     Skips the test, naming what is missing, where the machine cannot have any.
