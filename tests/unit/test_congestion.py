@@ -252,17 +252,17 @@ def test_the_pace_finds_the_links_rate_and_stays_there(mbit: int, first: float) 
     assert sorted(shares)[6] > 0.92, "overloaded rounds must be few"
 
 
-def test_a_link_that_becomes_slower_is_followed_at_once() -> None:
+def test_a_link_that_becomes_slower_is_followed_within_a_few_rounds() -> None:
     state, _ = run(first_pace(100 * MBIT), 100 * MBIT, 10)
-    state, shares = run(state, 20 * MBIT, 8)
+    state, shares = run(state, 20 * MBIT, 16)
     assert state.rate_bytes_per_s < 1.1 * 20 * MBIT
-    assert shares[-1] > 0.85
+    assert sum(shares[-8:]) / 8 > 0.9
 
 
 def test_a_link_that_becomes_faster_is_followed_in_a_few_rounds() -> None:
     state, _ = run(first_pace(20 * MBIT), 20 * MBIT, 10)
-    state, shares = run(state, 100 * MBIT, CEILING_ROUNDS + 15)
-    assert shares[-1] > 0.9
+    state, shares = run(state, 100 * MBIT, CEILING_ROUNDS + 25)
+    assert sum(shares[-8:]) / 8 > 0.9
 
 
 def test_workers_that_compute_do_not_slow_the_pace_down() -> None:
@@ -281,7 +281,7 @@ def test_the_pace_stays_a_rate_whatever_comes(
     state = first_pace(rate)
     for _ in range(5):
         state = next_pace(state, seen)
-        assert 0 < state.rate_bytes_per_s <= rate * 1.25**5
+        assert 0 < state.rate_bytes_per_s <= rate * 1.125**5 * 1.001
 
 
 def test_a_pace_needs_a_rate() -> None:

@@ -49,8 +49,8 @@ PACED_FROM: Final = 3
 """Cubic and reno share a link between two well enough; from three on, pacing keeps them in step."""
 PACING_SHARE: Final = 0.99
 """Of the known rate: a queue that arises drains again. Three per cent too fast costs 8 workers as much as 10 % too slow."""
-FIRST_RATE_BYTES_PER_S: Final = 1_250_000.0
-"""BBR's pace, for all who share the link, until a rate is known: 10 Mbit/s."""
+FIRST_RATE_BYTES_PER_S: Final = 12_500_000.0
+"""BBR's pace, for all who share the link, until a rate is known: 100 Mbit/s. A first state of 500 MB takes 40 s."""
 
 
 class Setting(StrEnum):

@@ -5,13 +5,14 @@ and what is lost then takes one sender out of step while all others wait for it.
 
     calm       the round came at the pace, without a queue:  rate ← rate · (1 + step), and the step doubles
     ceiling    the next step would pass a rate that overloaded the link within the last 32 rounds:  rate stays
-    overload   a queue above 40 ms, or 0.5 % sent again:     ceiling ← rate, rate ← that of the last calm round,
+    overload   a queue above 40 ms, or 0.5 % sent again, or
+               a queue above 10 ms and 4 % less delivered:   ceiling ← rate, rate ← that of the last calm round,
                                                              or 0.95 · rate if there was none since the last overload
     collapse   an overload that delivered less than half:    rate ← what was delivered, and no ceiling is known
     otherwise  something else was the limit (workers that compute):  rate stays
 
-The step begins at 2 % and ends at 25 %, BBR's own probe (Cardwell, Cheng, Gunn, Yeganeh, Jacobson 2016); the ceiling
-is remembered as cubic remembers its last one (Ha, Rhee, Xu 2008).
+The step begins at 2 % and ends at 12.5 %, half of BBR's probe (Cardwell, Cheng, Gunn, Yeganeh, Jacobson 2016); the
+ceiling is remembered as cubic remembers its last one (Ha, Rhee, Xu 2008).
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ import msgspec
 OVERLOAD_DELAY_S: Final = 0.04
 """A queue this long is most of what small routers keep. It also rises where another flow takes a share."""
 OVERLOAD_LOSS: Final = 0.005
+LAG_DELAY_S: Final = 0.01
+LAG_SHARES: Final = (0.8, 0.96)
+"""Where queues are long, a pace above the rate shows by a queue and by a little less than the pace having come. Much
+less comes from workers that compute."""
 FIRST_STEP: Final = 0.02
-MOST_STEP: Final = 0.25
+MOST_STEP: Final = 0.125
 BACK_OFF: Final = 0.95
 COLLAPSE: Final = 0.5
 """Less than this part of the rate delivered: the link has changed, steps of five per cent would take too long."""
@@ -75,7 +80,7 @@ def first_pace(delivered_bytes_per_s: float) -> PaceState:
 def next_pace(state: PaceState, seen: PacedRound) -> PaceState:
     """The pace of the next round, after a round at ``state``'s."""
     rate, rounds = state.rate_bytes_per_s, state.rounds + 1
-    if seen.queueing_delay_s > OVERLOAD_DELAY_S or seen.retransmitted_share > OVERLOAD_LOSS:
+    if _overloaded(rate, seen):
         if seen.delivered_bytes_per_s < COLLAPSE * rate:
             return PaceState(rate_bytes_per_s=seen.delivered_bytes_per_s)
         lower = state.calm_bytes_per_s or BACK_OFF * rate
@@ -91,3 +96,12 @@ def next_pace(state: PaceState, seen: PacedRound) -> PaceState:
             calm, rate_bytes_per_s=max(rate, CEILING_SHARE * ceiling), step=FIRST_STEP
         )
     return msgspec.structs.replace(calm, rate_bytes_per_s=higher, step=min(MOST_STEP, 2 * state.step))
+
+
+def _overloaded(rate_bytes_per_s: float, seen: PacedRound) -> bool:
+    least, most = LAG_SHARES
+    lags = least <= seen.delivered_bytes_per_s / rate_bytes_per_s < most
+    return (
+        seen.queueing_delay_s > (LAG_DELAY_S if lags else OVERLOAD_DELAY_S)
+        or seen.retransmitted_share > OVERLOAD_LOSS
+    )
