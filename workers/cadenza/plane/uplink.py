@@ -19,6 +19,9 @@ class Lane:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.monitor = LinkMonitor()
+        self.least_rtt_s: float | None = None
+        """The kernel's own minimum. Too low by a little where packets queue nowhere, which does no harm to a size of a
+        buffer; the monitor's base is too high where our own bulk transfers are all that it sees."""
         self.fresh: LinkFacts | None = None
         """What the latest transfer showed, until a round is settled with it."""
         self._before: LinkSample | None = None
@@ -33,6 +36,8 @@ class Lane:
         before, after = self._before, self.connection.sample()
         if before is None or after is None:
             return None
+        if after.tcp.min_rtt_us is not None:
+            self.least_rtt_s = after.tcp.min_rtt_us / 1e6
         facts = self.monitor.observe(before, after, now)
         if facts is not None:
             self.fresh = facts
@@ -56,7 +61,6 @@ class Uplink:
         self._lock = threading.Lock()
         self._lanes: dict[Connection, Lane] = {}
         self._pace: PaceState | None = None
-        self._base_rtt_s: float | None = None
         self._plan: TransportPlan | None = None
 
     def add(self, connection: Connection) -> Lane | None:
@@ -95,8 +99,7 @@ class Uplink:
         """A round is over: choose how to send in the next one.
 
         Args:
-            fan_in: connections that share the narrowest link at a time, by this process's best knowledge; at least
-                its own to other hosts.
+            fan_in: connections that share the narrowest link at a time, by this process's best knowledge.
         """
         with self._lock:
             lanes = list(self._lanes.values())
@@ -105,19 +108,17 @@ class Uplink:
                 return
             for lane in lanes:
                 lane.fresh = None
-            sharing = fan_in
             seen = PacedRound(
-                delivered_bytes_per_s=sharing * sum(f.goodput_bytes_per_s for f in facts) / len(facts),
+                delivered_bytes_per_s=fan_in * sum(f.goodput_bytes_per_s for f in facts) / len(facts),
                 queueing_delay_s=max(f.queueing_delay_s for f in facts),
                 retransmitted_share=sum(f.retransmitted_share for f in facts) / len(facts),
             )
             self._pace = (
                 first_pace(seen.delivered_bytes_per_s) if self._pace is None else next_pace(self._pace, seen)
             )
-            self._base_rtt_s = min(f.base_rtt_s for f in facts)
-            plan = plan_for(
-                self._setting, choosable(), sharing, self._pace.rate_bytes_per_s, self._base_rtt_s
-            )
+            known = [lane.least_rtt_s for lane in lanes if lane.least_rtt_s is not None]
+            rtt_s = min(known) if known else min(f.base_rtt_s for f in facts)
+            plan = plan_for(self._setting, choosable(), fan_in, self._pace.rate_bytes_per_s, rtt_s)
             changed, self._plan = plan != self._plan, plan
         if changed:
             for lane in lanes:
