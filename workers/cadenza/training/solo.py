@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.layout import Layout
-from cadenza.plane.link import Arrays, LinkError, Timings
+from cadenza.plane.link import Arrays, LinkError, Stream, Timings
 from cadenza.plane.messages import Answer, Exhausted, Joined, Lease, Leased, Note, Notice, Request
+from cadenza.plane.units import Unit
 
 logger = logging.getLogger("cadenza")
 
@@ -18,6 +21,19 @@ MANY_STEPS = 1_000_000_000
 """Alone, there is no reason to synchronise but the end of an epoch."""
 
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Landed:
+    """An answer that is there at once."""
+
+    answer: Answer
+
+    def landed(self) -> bool:
+        return True
+
+    def result(self) -> Answer:
+        return self.answer
 
 
 class SoloLink:
@@ -59,7 +75,14 @@ class SoloLink:
     def ready(self) -> None:
         """There is nobody to tell."""
 
-    def exchange(self, request: Request, values: Arrays, into: Arrays) -> Answer:
+    def units(self, vector: str) -> list[Unit]:
+        """Nothing is cut, because nothing is sent."""
+        return []
+
+    def sparse(self, vector: str, numbers: Iterable[int]) -> None:
+        """There is nobody to send to."""
+
+    def begin(self, request: Request, values: Arrays, into: Arrays) -> Landed:
         """Always ``unchanged``: the model's own weights, to the bit, are the committed state."""
         if request.kind == "update":
             self._version += 1
@@ -67,7 +90,10 @@ class SoloLink:
             self._samples += request.samples
             # The most so far: the last batch of an epoch is short, and must not let the next epoch end late.
             self._samples_per_step = max(self._samples_per_step, -(-request.samples // request.steps))
-        return Answer("unchanged", self._note())
+        return Landed(Answer("unchanged", self._note()))
+
+    def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> Stream:
+        raise LinkError("there is nobody to stream to: alone, no gradient leaves")
 
     def replayed(self, vector: str) -> NDArray[np.generic]:
         raise LinkError(f"there is nothing to replay of {vector}: alone, no round is missed")
