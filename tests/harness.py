@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.plane.network import Control, NetworkLink
+from cadenza.plane.control import Control
+from cadenza.plane.network import NetworkLink
 from cadenza.spec import JobSpec
 from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
 from cadenza_service.servers.shard import ShardServer
@@ -100,7 +101,8 @@ class LocalCluster:
         """The committed vectors."""
         layout = self.coordinator.layout()
         assert layout is not None
-        return fetch_state([shard.address for shard in self.shards], self.key, 1, layout)
+        cut = self.coordinator.cut()
+        return fetch_state([shard.address for shard in self.shards], self.key, 1, layout, cut)
 
     def _work(
         self,

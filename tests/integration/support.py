@@ -22,7 +22,6 @@ from cadenza_service.jobs.records import Job
 from cadenza_service.jobs.storage import Storage
 from cadenza_service.jobs.store import Store
 from cadenza_service.orchestration import cluster
-from cadenza_service.orchestration.admission import Node
 from cadenza_service.orchestration.controller import start_controller
 from cadenza_service.settings import Settings
 
@@ -140,7 +139,7 @@ class Service:
         return found
 
     def _all_free(self) -> bool:
-        return all(node == Node(node.total, node.total) for node in cluster.nodes())
+        return all(node.available == node.total for node in cluster.nodes())
 
 
 def packed(files: Mapping[str, str]) -> bytes:

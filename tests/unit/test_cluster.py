@@ -26,7 +26,7 @@ def start(link: NetworkLink, first: NDArray[Any]) -> NDArray[Any]:
         link.publish((VECTOR,), {VECTOR: first})
         link.ready()
         return first.copy()
-    link.exchange(Request("fetch", 1, -1, (VECTOR,)), {}, {VECTOR: weights})
+    link.begin(Request("fetch", 1, -1, (VECTOR,)), {}, {VECTOR: weights}).result()
     return weights
 
 
@@ -36,7 +36,7 @@ def push(
     request = Request(
         "update", seq, base, (VECTOR,), samples=fields.pop("samples", 1), steps=1, loss=1.0, **fields
     )
-    return link.exchange(request, {VECTOR: values}, {VECTOR: into})
+    return link.begin(request, {VECTOR: values}, {VECTOR: into}).result()
 
 
 @pytest.mark.parametrize("shards", [1, 2, 9])

@@ -14,6 +14,7 @@ import pytest
 
 from cadenza.plane import messages
 from cadenza.plane.connection import RefusedError
+from cadenza.plane.control import Control
 from cadenza.plane.layout import Layout
 from cadenza.plane.link import LinkError
 from cadenza.plane.messages import (
@@ -36,7 +37,7 @@ from cadenza.plane.messages import (
     Span,
     Telemetry,
 )
-from cadenza.plane.network import Control, NetworkLink
+from cadenza.plane.network import NetworkLink
 from cadenza.plane.wire import HandshakeError
 from cadenza.spec import JobSpec
 from cadenza_service.coordination.coordinator import LEGAL_PHASES, CoordinatorServer, Phase

@@ -64,6 +64,7 @@ def test_training_makes_the_job_run_and_joining_does_not(store: Store, job: Job)
         (Succeeded(1, 4096), JobState.SUCCEEDED, None),
         (Failed(FAILURE), JobState.FAILED, "user_error"),
         (Unplaced(("worker:1",), 300.0), JobState.QUEUED, "not_placed"),
+        (Unplaced(("worker:1",), 1.0, node_gone=True), JobState.QUEUED, "not_placed"),
         (Interrupted(), JobState.RECOVERING, "supervisor_lost"),
     ],
 )
@@ -75,6 +76,13 @@ def test_each_outcome_has_its_state(
     after = store.job(job.id)
     assert after.state is state
     assert (after.reason.code if after.reason else None) == code
+
+
+def test_a_job_whose_node_is_gone_says_so(store: Store, job: Job) -> None:
+    take(store, job.id, 1, Report(None, Unplaced(("shard:0",), 1.0, node_gone=True)))
+    reason = store.job(job.id).reason
+    assert reason is not None
+    assert "the node chosen for shard:0 was lost before the job had started there" in reason.message
 
 
 def test_a_failures_details_are_kept(store: Store, job: Job) -> None:

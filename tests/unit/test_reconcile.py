@@ -9,11 +9,11 @@ import pytest
 from cadenza.spec import JobSpec
 from cadenza_service.jobs.lifecycle import TERMINAL, WITHOUT_REASON, JobState
 from cadenza_service.jobs.records import Job, Reason
-from cadenza_service.orchestration.admission import Node, Resources, demand
 from cadenza_service.orchestration.reconcile import Action, Cancel, Explain, Recover, Remove, Start, plan
+from cadenza_service.orchestration.resources import Node, Resources
 from cadenza_service.snapshot import Progress, Telemetry
 
-FOUR_CPUS = [Node(Resources(4), Resources(4))]
+FOUR_CPUS = [Node("a", Resources(4), Resources(4))]
 RUNNING_PARTS = {"supervisor", "coordinator", "shard:0", "worker:0"}
 LIVING = [state for state in JobState if state not in TERMINAL]
 
@@ -45,16 +45,23 @@ def passed(
     return plan(jobs, actors or {}, FOUR_CPUS if nodes is None else nodes, {})
 
 
+def started(action: Action) -> tuple[Job, int]:
+    """The job that is started, and its number of workers."""
+    assert isinstance(action, Start)
+    return action.job, len(action.placement.workers)
+
+
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.UNSCHEDULABLE, JobState.RECOVERING])
 def test_a_waiting_job_that_fits_is_started(state: JobState) -> None:
     waiting = job("a", state, workers={"min": 1, "max": 8})
-    assert passed([waiting]) == [Start(waiting, 4)]
+    (start,) = passed([waiting])
+    assert started(start) == (waiting, 4)
 
 
 def test_older_jobs_come_first_and_what_they_get_is_gone() -> None:
     first, second = job("a", workers={"min": 3}), job("b", workers={"min": 2})
     start, explain = passed([first, second])
-    assert start == Start(first, 3)
+    assert started(start) == (first, 3)
     assert isinstance(explain, Explain)
     assert explain.state is JobState.QUEUED
     assert explain.reason.code == "waiting_for_resources"
@@ -62,7 +69,7 @@ def test_older_jobs_come_first_and_what_they_get_is_gone() -> None:
 
 
 def test_a_large_job_that_waits_is_not_starved_by_small_ones() -> None:
-    busy = [Node(Resources(4), Resources(2))]
+    busy = [Node("a", Resources(4), Resources(2))]
     large, small = job("a", workers={"min": 3}), job("b", workers={"min": 1})
     actions = passed([large, small], nodes=busy)
     assert [type(action) for action in actions] == [Explain, Explain]
@@ -74,7 +81,7 @@ def test_a_job_that_can_never_fit_is_unschedulable_and_holds_up_nobody() -> None
     assert isinstance(explain, Explain)
     assert explain.state is JobState.UNSCHEDULABLE
     assert "missing 28 CPU" in explain.reason.message
-    assert start == Start(possible, 1)
+    assert started(start) == (possible, 1)
 
 
 def test_a_recovering_job_that_no_longer_fits_goes_through_the_queue() -> None:
@@ -83,9 +90,19 @@ def test_a_recovering_job_that_no_longer_fits_goes_through_the_queue() -> None:
     assert explain.state is JobState.QUEUED
 
 
+def test_what_a_job_gets_is_gone_on_its_own_nodes() -> None:
+    nodes = [Node("a", Resources(2), Resources(2)), Node("b", Resources(3), Resources(3))]
+    first, second = job("a", workers={"min": 2}), job("b", workers={"min": 1, "max": 9})
+    one, other = passed([first, second], nodes=nodes)
+    assert isinstance(one, Start)
+    assert isinstance(other, Start)
+    assert one.taken == {"a": Resources(1), "b": Resources(1)}
+    assert other.taken == {"a": Resources(1), "b": Resources(2)}
+
+
 def test_what_a_starting_job_was_promised_is_kept_for_it() -> None:
     starting = job("a", JobState.STARTING, workers={"min": 4})
-    promised = {"a": demand(starting.spec, 4)}
+    promised = {"a": {"a": Resources(4)}}
     (explain,) = plan([starting, job("b")], {"a": {"supervisor"}}, FOUR_CPUS, promised)
     assert isinstance(explain, Explain)
     assert explain.job.id == "b"

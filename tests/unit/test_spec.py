@@ -29,6 +29,7 @@ def refusals(**fields: Any) -> dict[str, str]:
 def test_name_and_entrypoint_are_enough() -> None:
     job = spec()
     assert (job.workers.most, job.sync.interval, job.sync.outer.name) == (1, 8, "average")
+    assert (job.servers.count, job.servers.placement) == (None, "auto")
     with pytest.raises(ValidationError) as caught:
         JobSpec.model_validate({})
     assert {error["loc"] for error in caught.value.errors()} == {("name",), ("entrypoint",)}
@@ -72,6 +73,7 @@ def test_an_unknown_key_is_named(fields: dict[str, Any], place: str) -> None:
         ({"workers": {"gpus": float("nan")}}, "workers.gpus"),
         ({"servers": {"count": 0}}, "servers.count"),
         ({"servers": {"replicas": 2}}, "servers.replicas"),
+        ({"servers": {"placement": "packed"}}, "servers.placement"),
         ({"sync": {"mode": "bsp"}}, "sync.mode"),
         ({"sync": {"local_steps": 0}}, "sync.local_steps"),
         ({"sync": {"codec": "zip"}}, "sync.codec"),
@@ -198,7 +200,12 @@ specs = st.fixed_dictionaries(
         "workers": st.fixed_dictionaries(
             {"min": st.integers(1, 4), "max": st.integers(4, 9), "cpus": numbers}
         ),
-        "servers": st.fixed_dictionaries({"count": st.integers(1, 9)}),
+        "servers": st.fixed_dictionaries(
+            {
+                "count": st.none() | st.integers(1, 9),
+                "placement": st.sampled_from(["auto", "spread", "dedicated"]),
+            }
+        ),
         "sync": syncs,
         "stop": st.fixed_dictionaries(
             {"seconds": numbers, "target": st.just({"metric": "a", "below": -1.5})}

@@ -11,6 +11,7 @@ from cadenza_service.coordination.recorder import PAGE
 from cadenza_service.orchestration.instructions import (
     COORDINATOR,
     ActorLost,
+    ActorRefused,
     ActorStarted,
     CoordinatorOpened,
     Event,
@@ -337,3 +338,16 @@ def test_every_move_that_the_table_lacks_is_refused(source: Stage, target: Stage
     else:
         with pytest.raises(RuntimeError, match="not a legal move"):
             core._move(target)
+
+
+def test_a_node_that_is_gone_before_the_start_gives_all_back_at_once() -> None:
+    story = Story().begin().after(2.0).tell(ActorStarted("worker:0"), ActorRefused("shard:1"))
+    outcome = story.outcome()
+    assert isinstance(outcome, Unplaced)
+    assert (outcome.missing, outcome.node_gone) == (("shard:1",), True)
+    assert story.core.stage is Stage.ENDING
+
+
+def test_a_refusal_after_the_start_is_too_late_to_matter() -> None:
+    story = Story().train().tell(ActorRefused("shard:1"))
+    assert story.core.stage is Stage.TRAINING

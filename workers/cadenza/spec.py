@@ -13,7 +13,10 @@ from typing import Annotated, Any, Literal
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from cadenza.plane.codec_names import check_codec
+
 Mode = Literal["sync", "local", "ssp", "async"]
+PlacementChoice = Literal["auto", "spread", "dedicated"]
 
 ENTRYPOINT_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
@@ -113,7 +116,13 @@ class Workers(Section):
 class Servers(Section):
     """The parameter-server pool."""
 
-    count: int = Field(1, ge=1, le=1_000)
+    count: int | None = Field(None, ge=1, le=1_000)
+    """Shards. None: one on each node that the placement has for them."""
+
+    placement: PlacementChoice = "auto"
+    """``spread``: beside the workers, on their nodes; ``dedicated``: on nodes without workers of the job;
+    auto chooses by the bytes on the busiest link."""
+
     replicas: Literal[1] = 1
     cpus: float = Field(0, ge=0)
 
@@ -153,8 +162,9 @@ class Sync(Section):
     staleness: int | None = Field(None, ge=0, le=1_000_000)
     """ssp only: by how many clocks the fastest worker may lead the slowest. None: 4."""
 
-    codec: Literal["auto", "fp32"] = "auto"
-    """How updates are encoded. fp32 is the parameters' own type; auto chooses among the codecs there are."""
+    codec: str = "auto"
+    """How updates and answers are encoded: a codec's name, with its parameter if it has one (``topk:0.01``). fp32 is the
+    parameters' own type; auto is fp32 unless something else is known to be better."""
 
     overlap: Literal["auto", "on", "off"] = "auto"
     """Whether a worker goes on stepping while its update travels. In sync mode: whether gradients leave as the
@@ -164,9 +174,19 @@ class Sync(Section):
     """The share of its own weights that a worker keeps when an answer is merged under overlap (Streaming DiLoCo,
     arXiv 2501.18512). None: full correction, which counts every local step exactly once."""
 
+    groups: int = Field(1, ge=1, le=64)
+    """Parts in which a round of sync or local mode is answered. With 1, answers leave once the round is decided, which
+    costs nothing where each worker's node has a shard. With more, the first answers leave while later parts still come:
+    that uses both directions of a dedicated server's link, and hides the decision's way on long routes."""
+
     policy: Literal["fixed"] = "fixed"
     aggregate: Literal["mean"] = "mean"
     outer: Outer = Average()
+
+    @field_validator("codec")
+    @classmethod
+    def _known_codec(cls, value: str) -> str:
+        return value if value == "auto" else check_codec(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Sync:

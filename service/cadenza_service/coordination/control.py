@@ -55,7 +55,7 @@ class WorkerControl:
         self._coordinator = coordinator
         self._greeted = False
 
-    def body(self, message: Message, length: int) -> list[memoryview]:
+    def body(self, connection: Connection, message: Message, length: int) -> list[memoryview]:
         raise ProtocolError(f"an unexpected {type(message).__name__} with {length} bytes")
 
     def handle(self, connection: Connection, call: int, message: Message) -> None:

@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cadenza.plane.connection import Connection, Refusal, RefusedError
-from cadenza.plane.layout import Layout
+from cadenza.plane.layout import Cut, Layout
 from cadenza.plane.messages import (
-    Assign,
     Decision,
     Done,
     Ended,
@@ -33,6 +32,7 @@ from cadenza.plane.messages import (
     Received,
     Report,
     Telemetry,
+    Tentative,
 )
 from cadenza.plane.transport import Server, connect
 from cadenza.plane.wire import Identity, Role, Status
@@ -160,6 +160,10 @@ class CoordinatorServer:
     def layout(self) -> Layout | None:
         """The model's layout; none before the first worker has joined."""
         return self._opening.layout
+
+    def cut(self) -> Cut:
+        """How the model is cut among the shards."""
+        return terms.cut(self._config.spec, len(self._addresses))
 
     def lost(self, worker: int, why: str) -> None:
         """A worker's process ended; that is a failure unless it had finished or failed by itself."""
@@ -424,7 +428,7 @@ class CoordinatorServer:
     def _note_request(self, message: Received) -> None:
         worker = message.key.worker
         try:
-            self._ledger.check(worker, message.spans)
+            self._ledger.check(worker, message.spans + message.lost_spans)
         except ValueError as error:
             text = f"worker {worker} contributed samples that it does not hold: {error}"
             remedy = "this is a bug, please report it"
@@ -439,7 +443,7 @@ class CoordinatorServer:
     def _carry_out(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
             match output:
-                case Decision():
+                case Decision() | Tentative():
                     for shard in self._shards:
                         shard.send(output)
                 case Used(merged=merged, dropped=dropped):
@@ -458,9 +462,8 @@ class CoordinatorServer:
     def _assign(self, layout: Layout) -> bool:
         """Tell every shard what it holds, and wait until it has it; false if one does not take it, which fails the job."""
         spec = self._config.spec
-        outer = spec.sync.outer.model_dump()
         calls = [
-            shard.call(Assign(layout, number, len(self._shards), spec.sync.mode, outer))
+            shard.call(terms.assign(spec, layout, number, len(self._shards)))
             for number, shard in enumerate(self._shards)
         ]
         try:

@@ -21,7 +21,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from cadenza.plane.messages import Decision, Key, Note, Part, Received, Reply, Span
+from cadenza.plane.messages import Decision, Key, Note, Part, Received, Reply, Span, Tentative
 from cadenza.spec import Mode
 from cadenza_service.coordination.progress import TrainingProgress
 
@@ -102,6 +102,31 @@ class Contribution:
         return "non_finite" if not self.received.finite else "no_samples"
 
 
+@dataclass
+class Arrival:
+    """A request of which every shard has a part, or will have."""
+
+    message: Received
+    """What it says of itself; not finite if any part of it is not."""
+    shards: dict[int, set[int]] = field(default_factory=dict)
+    """By group, who has it."""
+
+    def add(self, message: Received) -> None:
+        """A shard has a group."""
+        self.shards.setdefault(message.group, set()).add(message.shard)
+        if not message.finite:
+            self.message = message
+
+    def has(self, group: int, rules: RoundRules) -> bool:
+        """Whether every shard has a group."""
+        return len(self.shards.get(group, ())) == rules.shards
+
+    def complete(self, rules: RoundRules) -> bool:
+        """Whether every shard has all of it."""
+        groups = rules.groups if self.message.kind == "update" else 1
+        return all(self.has(group, rules) for group in range(groups))
+
+
 @dataclass(frozen=True)
 class Happened:
     """Something for the job's events."""
@@ -146,7 +171,7 @@ class Stale:
     versions: int
 
 
-Output = Decision | Happened | JobFails | Used | Dropped | Stale
+Output = Decision | Tentative | Happened | JobFails | Used | Dropped | Stale
 
 
 @dataclass(frozen=True)
@@ -159,6 +184,8 @@ class RoundRules:
     epoch: int
     shards: int
     round_timeout_s: float
+    groups: int = 1
+    """Parts in which the shards tell of a request, and in which a barrier's round is answered."""
     history_rounds: int = 16
     """sync: how many rounds an evaluating worker may miss; the shards keep their mean gradients for it meanwhile."""
 
@@ -179,11 +206,15 @@ class Rounds:
         self.index = 0
         self.last_finished: int | None = None
         """The worker that finished latest: once nobody trains, the one that completes the model."""
-        self._arriving: dict[Key, tuple[Received, set[int]]] = {}
+        self._arriving: dict[Key, Arrival] = {}
         self._waiting: dict[int, Contribution] = {}
         """Complete, not yet decided upon; by worker."""
         self._held: dict[int, tuple[Contribution, int]] = {}
         """ssp: merged, with its staleness, but not yet answered; by worker."""
+        self._early: tuple[Part, ...] = ()
+        """What groups of the open round were answered with; the first of them fixes it."""
+        self._answered: set[int] = set()
+        """Groups of the open round that were."""
 
     # --- events ---
 
@@ -202,22 +233,20 @@ class Rounds:
         return member is not None and key.incarnation == member.incarnation and key.seq > member.last_seq
 
     def received(self, message: Received, now: float) -> list[Output]:
-        """A shard has a request. It counts once every shard has it."""
+        """A shard has a group of a request. It counts once every shard has all of it."""
         key = message.key
         member = self.members.get(key.worker)
         if member is None or key.incarnation != member.incarnation:
             return [Dropped(key.worker, "stale_incarnation")]
         if key.seq <= member.last_seq:
-            return [Dropped(key.worker, "duplicate")] if message.shard == 0 else []
-        _, shards = self._arriving.setdefault(key, (message, set()))
-        shards.add(message.shard)
-        if not message.finite:
-            self._arriving[key] = (message, shards)
-        if len(shards) < self.rules.shards:
-            return []
-        complete, _ = self._arriving.pop(key)
+            return [Dropped(key.worker, "duplicate")] if message.shard == message.group == 0 else []
+        arrival = self._arriving.setdefault(key, Arrival(message))
+        arrival.add(message)
+        if not arrival.complete(self.rules):
+            return self._answer_early()
+        del self._arriving[key]
         member.last_seq = key.seq
-        return self._complete(member, Contribution(complete, now), now)
+        return self._complete(member, Contribution(arrival.message, now), now)
 
     def evaluating(self, worker: int, now: float) -> list[Output]:
         """A worker evaluates; rounds go on without it."""
@@ -276,6 +305,44 @@ class Rounds:
             for member in self.active()
             if member.clock == slowest and member.worker not in self._held
         ]
+
+    # --- before the decision ---
+
+    def _answer_early(self) -> list[Output]:
+        """Behind a barrier, a group that every member has sent is answered before the others have come.
+
+        That is tentative. Where the decision turns out otherwise, since something that comes later is not finite,
+        the shards answer those groups again.
+        """
+        if not self.rules.barrier or self.rules.groups == 1:
+            return []
+        arrivals = {key.worker: arrival for key, arrival in self._arriving.items()}
+        workers = sorted({member.worker for member in self.active()} | set(self._waiting))
+        if any(worker not in arrivals and worker not in self._waiting for worker in workers):
+            return []
+        contributions = [
+            self._waiting[worker] if worker in self._waiting else Contribution(arrivals[worker].message, 0.0)
+            for worker in workers
+        ]
+        merged = [contribution for contribution in contributions if contribution.mergeable]
+        parts = self._parts(merged) if merged else ()
+        if not parts or any(c.drop_reason == "non_finite" for c in contributions):
+            return []
+        self._early = self._early or parts
+        if self._early != parts:
+            return []
+        waited = [arrivals[worker] for worker in workers if worker not in self._waiting]
+        groups = [
+            group
+            for group in range(self.rules.groups)
+            if group not in self._answered and all(arrival.has(group, self.rules) for arrival in waited)
+        ]
+        self._answered.update(groups)
+        return [self._tentative(group, parts) for group in groups]
+
+    def _tentative(self, group: int, parts: tuple[Part, ...]) -> Tentative:
+        self.index += 1
+        return Tentative(self.index, self.rules.epoch, group, parts)
 
     # --- decisions ---
 
@@ -338,16 +405,15 @@ class Rounds:
         for contribution in ready:
             outputs += self._judge(contribution)
         parts = self._parts(merged)
+        self._early, self._answered = (), set()
         self.round += 1
         self.version += bool(parts)
         dropped = [contribution for contribution in ready if not contribution.mergeable]
         self._commit(merged, dropped, now)
-        used = Used(_spans(merged), _spans(dropped))
+        lost = tuple(span for contribution in ready for span in contribution.received.lost_spans)
+        used = Used(_spans(merged), _spans(dropped) + lost)
         decision = self._decision(
             parts=parts,
-            discard=tuple(
-                contribution.key for contribution in dropped if contribution.received.kind == "update"
-            ),
             replies=self._replies(ready),
             present=_union(contribution.received.present for contribution in merged),
             spans=used.merged,
@@ -417,6 +483,7 @@ class Rounds:
         if not self.rules.barrier:
             steps /= max(len(self.training()), 1)
         lost = sum(contribution.received.samples for contribution in dropped)
+        lost += sum(contribution.received.lost_samples for contribution in [*merged, *dropped])
         self.progress.commit(samples=samples, dropped=lost, steps=steps, loss=loss, now=now)
 
     def _replies(self, ready: list[Contribution]) -> tuple[Reply, ...]:
@@ -483,7 +550,6 @@ class Rounds:
         self,
         *,
         parts: tuple[Part, ...] = (),
-        discard: tuple[Key, ...] = (),
         replies: tuple[Reply, ...] = (),
         present: bytes = b"",
         spans: tuple[Span, ...] = (),
@@ -495,7 +561,6 @@ class Rounds:
             round=self.round,
             version=self.version,
             parts=parts,
-            discard=discard,
             replies=replies,
             present=present,
             keep_after=min((member.version for member in self._evaluating()), default=None),

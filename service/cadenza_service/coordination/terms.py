@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from cadenza.plane.codecs import AUTO
-from cadenza.plane.layout import Layout
-from cadenza.plane.messages import Joined
+from cadenza.plane.layout import UNIT_ELEMENTS, Cut, Layout
+from cadenza.plane.messages import Assign, Joined
 from cadenza.spec import JobSpec
 from cadenza_service.coordination.ledger import Ledger
 from cadenza_service.coordination.progress import TrainingProgress
@@ -14,14 +13,55 @@ from cadenza_service.coordination.recorder import Recorder
 from cadenza_service.coordination.rounds import RoundRules
 from cadenza_service.snapshot import Progress
 
+AUTO_CODEC = "fp32"
+"""What ``codec: auto`` chooses."""
+
 HISTORY_BYTES = 256 << 20
 """sync: what the shards of a job keep together of mean gradients for a worker that is evaluating."""
 MOST_HISTORY_ROUNDS = 64
 
+LOW_RANK_UNIT_ELEMENTS = 1 << 20
+"""4 MiB of float32: some thousand rows, of which a few columns remain."""
+
 
 def codec(spec: JobSpec) -> str:
     """The codec in force."""
-    return AUTO if spec.sync.codec == "auto" else spec.sync.codec
+    return AUTO_CODEC if spec.sync.codec == "auto" else spec.sync.codec
+
+
+def cut(spec: JobSpec, shards: int) -> Cut:
+    """How vectors are cut among the shards.
+
+    Gradients become known from the last parameter to the first, so in sync mode each shard owns some of every part.
+    Codecs of low rank need whole matrix rows, and more of them than a small unit holds.
+    """
+    low_rank = codec(spec).startswith("powersgd")
+    return Cut(
+        shards,
+        unit=LOW_RANK_UNIT_ELEMENTS if low_rank else UNIT_ELEMENTS,
+        striped=spec.sync.mode == "sync",
+        rows=low_rank,
+    )
+
+
+def groups(spec: JobSpec) -> int:
+    """In how many parts a round is answered."""
+    return spec.sync.groups if spec.sync.mode in ("sync", "local") else 1
+
+
+def assign(spec: JobSpec, layout: Layout, shard: int, shards: int) -> Assign:
+    """What a shard is told to hold."""
+    return Assign(
+        layout,
+        shard,
+        shards,
+        spec.sync.mode,
+        spec.sync.outer.model_dump(),
+        cut=cut(spec, shards),
+        codec=codec(spec),
+        groups=groups(spec),
+        seed=spec.seed,
+    )
 
 
 def round_rules(
@@ -36,6 +76,7 @@ def round_rules(
         epoch=epoch,
         shards=shards,
         round_timeout_s=round_timeout_s,
+        groups=groups(spec),
         history_rounds=max(1, min(MOST_HISTORY_ROUNDS, HISTORY_BYTES // max(round_bytes, 1))),
     )
 
@@ -58,6 +99,10 @@ def joined(
         shards=shards,
         codec=codec(spec),
         round_timeout_s=round_timeout_s,
+        cut=cut(spec, len(shards)),
+        overlap=spec.sync.overlap,
+        mix=spec.sync.overlap_mix,
+        seed=spec.seed,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cadenza.plane.layout import Layout
 from cadenza.process.worker import Worker
@@ -18,6 +19,7 @@ from cadenza.spec import JobSpec
 from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
 from cadenza_service.orchestration.cluster import NAMESPACE, actor_name
 from cadenza_service.orchestration.instructions import COORDINATOR, Address, shard_part, worker_part
+from cadenza_service.orchestration.resources import Placement
 from cadenza_service.servers.shard import ShardServer
 from cadenza_service.snapshot import Failure, JobSnapshot
 
@@ -34,12 +36,22 @@ class Attempt:
     key: bytes
     """The secret of its connections, 32 bytes."""
     spec: JobSpec
-    workers: int
+    placement: Placement
     storage: str
     """The folder of packages and checkpoints."""
     start_timeout_s: float
     join_timeout_s: float
     round_timeout_s: float
+
+    @property
+    def workers(self) -> int:
+        """How many."""
+        return len(self.placement.workers)
+
+    @property
+    def shards(self) -> int:
+        """How many."""
+        return len(self.placement.shards)
 
 
 class ShardActor:
@@ -126,16 +138,20 @@ def make_coordinator(attempt: Attempt) -> Any:
 
 
 def make_shard(attempt: Attempt, shard: int) -> Any:
-    """A shard's actor."""
-    cpus = attempt.spec.servers.cpus
+    """A shard's actor, on the node that was decided on."""
     options = _make(
-        ShardActor, attempt.job_id, shard_part(shard), num_cpus=cpus, max_concurrency=SHELL_THREADS
+        ShardActor,
+        attempt.job_id,
+        shard_part(shard),
+        num_cpus=attempt.spec.servers.cpus,
+        max_concurrency=SHELL_THREADS,
+        scheduling_strategy=_on(attempt.placement.shards[shard]),
     )
     return options.remote(attempt.key, attempt.epoch)
 
 
 def make_worker(attempt: Attempt, worker: int, runtime_env: dict[str, Any]) -> Any:
-    """A worker's actor. It has one thread, so that its long method runs on the process's main thread."""
+    """A worker's actor, on the node that was decided on. It has one thread, so that its long method runs on the process's main thread."""
     workers = attempt.spec.workers
     return _make(
         Worker,
@@ -144,7 +160,13 @@ def make_worker(attempt: Attempt, worker: int, runtime_env: dict[str, Any]) -> A
         num_cpus=workers.cpus,
         num_gpus=workers.gpus,
         runtime_env=runtime_env,
+        scheduling_strategy=_on(attempt.placement.workers[worker]),
     ).remote()
+
+
+def _on(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """That node and no other: admission counted on it. Where it is gone, Ray refuses the actor at once."""
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def _make(kind: type, job_id: str, part: str, **options: Any) -> Any:

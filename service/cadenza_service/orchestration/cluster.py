@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray._private import state
 
-from cadenza_service.orchestration.admission import Node, Resources
 from cadenza_service.orchestration.instructions import SUPERVISOR
+from cadenza_service.orchestration.resources import RATE_LABEL, ROLE_LABEL, Node, Resources, rate_of
 
 NAMESPACE = "cadenza"
 """Where all our actors are named."""
@@ -19,12 +21,21 @@ CONTROLLER = "cadenza-controller"
 
 _PREFIX = "cadenza:"
 
+logger = logging.getLogger(__name__)
+
 
 def nodes() -> list[Node]:
     """The living nodes."""
     available = state.available_resources_per_node()
     return [
-        Node(_resources(node["Resources"]), _resources(available.get(node["NodeID"], {})))
+        Node(
+            node["NodeID"],
+            _resources(node["Resources"]),
+            _resources(available.get(node["NodeID"], {})),
+            address=node["NodeManagerAddress"],
+            server=node["Labels"].get(ROLE_LABEL) == "server",
+            rate_mbit_s=_rate(node["NodeManagerAddress"], node["Labels"].get(RATE_LABEL)),
+        )
         for node in ray.nodes()
         if node["Alive"]
     ]
@@ -68,3 +79,15 @@ def remove(job_id: str, parts: set[str]) -> None:
 
 def _resources(amounts: Mapping[str, float]) -> Resources:
     return Resources(amounts.get("CPU", 0.0), amounts.get("GPU", 0.0))
+
+
+@functools.cache
+def _rate(address: str, label: str | None) -> float | None:
+    """The rate that a node's label tells. One that tells none is as good as none, and is logged once."""
+    if label is None:
+        return None
+    try:
+        return rate_of(label)
+    except ValueError as error:
+        logger.warning("node %s: %s", address, error)
+        return None

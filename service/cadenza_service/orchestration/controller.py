@@ -15,16 +15,17 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cadenza_service.jobs.lifecycle import JobState
-from cadenza_service.jobs.records import Job, Reason
+from cadenza_service.jobs.records import Reason
 from cadenza_service.jobs.storage import Storage
 from cadenza_service.jobs.store import Store
 from cadenza_service.orchestration import cluster
 from cadenza_service.orchestration.actors import Attempt
-from cadenza_service.orchestration.admission import Demand, demand
 from cadenza_service.orchestration.cluster import CONTROLLER, NAMESPACE, actor_name
 from cadenza_service.orchestration.instructions import SUPERVISOR, Report
+from cadenza_service.orchestration.link_loads import placed_data
 from cadenza_service.orchestration.outcomes import Verdict, take
 from cadenza_service.orchestration.reconcile import Action, Cancel, Explain, Recover, Remove, Start, plan
+from cadenza_service.orchestration.resources import Node, Resources
 from cadenza_service.orchestration.supervisor import Supervisor
 from cadenza_service.settings import Settings
 from cadenza_service.snapshot import Severity
@@ -49,8 +50,10 @@ class Controller:
         self._storage = Storage(settings.storage_path)
         self._lock = threading.RLock()
         self._poked = threading.Event()
-        self._promised: dict[str, Demand] = {}
-        """What jobs in STARTING were promised."""
+        self._promised: dict[str, dict[str, Resources]] = {}
+        """What jobs in STARTING were promised, by node id."""
+        self._nodes: list[Node] = []
+        """The cluster as the latest pass saw it."""
         self._troubles: dict[str, str] = {}
         """The latest error of each job's reconciliation, told once."""
         threading.Thread(target=self._loop, name="reconcile", daemon=True).start()
@@ -88,7 +91,8 @@ class Controller:
             jobs = self._store.unfinished()
             starting = {job.id for job in jobs if job.state is JobState.STARTING}
             self._promised = {job_id: taken for job_id, taken in self._promised.items() if job_id in starting}
-            for action in plan(jobs, actors, cluster.nodes(), self._promised):
+            self._nodes = cluster.nodes()
+            for action in plan(jobs, actors, self._nodes, self._promised):
                 self._try(action)
             self._store.heartbeat()
 
@@ -109,8 +113,8 @@ class Controller:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Start(job, workers):
-                self._start(job, workers)
+            case Start():
+                self._start(action)
             case Explain(job, state, reason):
                 if job.state is state:
                     self._store.explain(job.id, reason)
@@ -134,18 +138,20 @@ class Controller:
     def _move(self, job_id: str, state: JobState, reason: Reason, severity: Severity = "info") -> None:
         self._store.move(job_id, state, reason, message=reason.message, severity=severity)
 
-    def _start(self, job: Job, workers: int) -> None:
-        shards = job.spec.servers.count
+    def _start(self, start: Start) -> None:
+        job, placement = start.job, start.placement
         epoch = self._store.begin_attempt(job.id)
-        text = f"starting {workers} workers and {shards} parameter servers"
+        text = f"starting {len(placement.workers)} workers and {len(placement.shards)} parameter servers"
         self._move(job.id, JobState.STARTING, Reason(code="starting", message=text))
-        self._promised[job.id] = demand(job.spec, workers)
+        told = placed_data(job.spec.servers.placement, placement, self._nodes)
+        self._store.add_event(job.id, "placed", placement.reason, data=told)
+        self._promised[job.id] = start.taken
         attempt = Attempt(
             job_id=job.id,
             epoch=epoch,
             key=secrets.token_bytes(KEY_SIZE_BYTES),
             spec=job.spec,
-            workers=workers,
+            placement=placement,
             storage=self._settings.storage,
             start_timeout_s=self._settings.start_timeout_s,
             join_timeout_s=self._settings.join_timeout_s,

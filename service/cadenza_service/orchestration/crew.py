@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RuntimeEnvSetupError
+from ray.exceptions import ActorUnschedulableError, RayError, RuntimeEnvSetupError
 
 from cadenza.process.worker import WorkerJob
+from cadenza_service.coordination import terms
 from cadenza_service.jobs.storage import MODEL, PackageNotFound, Storage
 from cadenza_service.orchestration import cluster, packages
 from cadenza_service.orchestration.actors import Attempt, make_coordinator, make_shard, make_worker
@@ -17,6 +18,7 @@ from cadenza_service.orchestration.calls import Calls, is_final, why
 from cadenza_service.orchestration.instructions import (
     COORDINATOR,
     ActorLost,
+    ActorRefused,
     ActorStarted,
     Address,
     CoordinatorOpened,
@@ -193,8 +195,10 @@ class Crew:
 
         self._calls.add(reference, on_value, failed)
 
-    def _gone(self, part: str, error: Exception) -> ActorLost | None:
+    def _gone(self, part: str, error: Exception) -> ActorLost | ActorRefused | None:
         """The loss that an error of a call means, if it means one."""
+        if isinstance(error, ActorUnschedulableError):
+            return ActorRefused(part)
         if not is_final(error):
             logger.info("%s of %s is out of reach: %s", part, self._attempt.job_id, why(error))
             return None
@@ -211,10 +215,11 @@ class Crew:
         """
         attempt = self._attempt
         layout = ray.get(self._actors[COORDINATOR].layout.remote(), timeout=CALL_TIMEOUT_S)
-        shards = [
-            self._actors[shard_part(number)].address.remote() for number in range(attempt.spec.servers.count)
-        ]
-        vectors = fetch_state(ray.get(shards, timeout=CALL_TIMEOUT_S), attempt.key, attempt.epoch, layout)
+        shards = [self._actors[shard_part(number)].address.remote() for number in range(attempt.shards)]
+        cut = terms.cut(attempt.spec, attempt.shards)
+        vectors = fetch_state(
+            ray.get(shards, timeout=CALL_TIMEOUT_S), attempt.key, attempt.epoch, layout, cut
+        )
         storage = Storage(Path(attempt.storage))
         n = 1 + max((checkpoint.n for checkpoint in storage.checkpoints(attempt.job_id)), default=0)
         with storage.checkpoint_writer(

@@ -51,6 +51,13 @@ class ActorLost:
 
 
 @dataclass(frozen=True)
+class ActorRefused:
+    """An actor could not be made on its node, which is gone."""
+
+    part: str
+
+
+@dataclass(frozen=True)
 class CoordinatorOpened:
     """The coordinator is connected to all shards, and listens for workers."""
 
@@ -110,7 +117,7 @@ class SavingFailed:
 
 
 Event: TypeAlias = (
-    ActorStarted | ActorLost | CoordinatorOpened | OpeningFailed | WorkerEnded | SnapshotTaken | SnapshotMissed
+    ActorStarted | ActorLost | ActorRefused | CoordinatorOpened | OpeningFailed | WorkerEnded | SnapshotTaken | SnapshotMissed
     | ReportAnswered | ReportMissed | ModelSaved | SavingFailed
 )  # fmt: skip
 
@@ -134,10 +141,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """The start took too long; ``missing`` were not up."""
+    """The start took too long, or a node was gone; ``missing`` were not up."""
 
     missing: tuple[str, ...]
     waited_s: float
+    node_gone: bool = False
 
 
 @dataclass(frozen=True)

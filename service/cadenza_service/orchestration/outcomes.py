@@ -63,15 +63,26 @@ def _end(store: Store, job_id: str, outcome: Outcome) -> None:
             told = failure.model_dump(include={"worker", "step", "traceback"}, exclude_none=True)
             reason = Reason(code=failure.kind, message=failure.message, remedy=failure.remedy, details=told)
             store.move(job_id, JobState.FAILED, reason, message=reason.message, severity="error")
-        case Unplaced(missing, waited_s):
-            reason = Reason(
-                code="not_placed",
-                message=f"{', '.join(missing)} had not started after {waited_s:.0f} s; everything was given back",
-                remedy="it is tried again by itself; a higher CADENZA_START_TIMEOUT_S leaves more time for installations",
-                details={"missing": list(missing)},
-            )
+        case Unplaced():
+            reason = _not_placed(outcome)
             store.move(job_id, JobState.QUEUED, reason, message=reason.message, severity="warning")
         case Interrupted():
             text = "its supervisor was lost while the job started; it starts again"
             reason = Reason(code="supervisor_lost", message=text)
             store.move(job_id, JobState.RECOVERING, reason, message=text, severity="warning")
+
+
+def _not_placed(outcome: Unplaced) -> Reason:
+    missing = ", ".join(outcome.missing)
+    remedy = "it is tried again by itself"
+    if outcome.node_gone:
+        text = f"the node chosen for {missing} was lost before the job had started there"
+    else:
+        text = f"{missing} had not started after {outcome.waited_s:.0f} s"
+        remedy += "; a higher CADENZA_START_TIMEOUT_S leaves more time for installations"
+    return Reason(
+        code="not_placed",
+        message=f"{text}; everything was given back",
+        remedy=remedy,
+        details={"missing": list(outcome.missing)},
+    )

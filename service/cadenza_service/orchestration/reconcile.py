@@ -19,25 +19,23 @@ from typing import TypeAlias
 
 from cadenza_service.jobs.lifecycle import WAITING, JobState
 from cadenza_service.jobs.records import Job, Reason
-from cadenza_service.orchestration.admission import (
-    Admit,
-    Demand,
-    Node,
-    Unschedulable,
-    Wait,
-    admit,
-    demand,
-    reserve,
-)
+from cadenza_service.orchestration.admission import Admit, Unschedulable, Wait, admit
 from cadenza_service.orchestration.instructions import SUPERVISOR
+from cadenza_service.orchestration.placement import set_aside
+from cadenza_service.orchestration.resources import Node, Placement, Resources, demand, load, subtract
 
 
 @dataclass(frozen=True)
 class Start:
-    """Begin an attempt with this many workers."""
+    """Begin an attempt with its processes in these places."""
 
     job: Job
-    workers: int
+    placement: Placement
+
+    @property
+    def taken(self) -> dict[str, Resources]:
+        """What it takes of each node, by node id."""
+        return load(demand(self.job.spec), self.placement)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def plan(
     jobs: Sequence[Job],
     actors: Mapping[str, Set[str]],
     nodes: Sequence[Node],
-    promised: Mapping[str, Demand],
+    promised: Mapping[str, Mapping[str, Resources]],
 ) -> list[Action]:
     """The actions of one pass.
 
@@ -86,14 +84,14 @@ def plan(
         jobs: all that have not ended, oldest first.
         actors: the parts that exist, by job id; read before the jobs, so that no job's actors are taken for strays.
         nodes: the cluster.
-        promised: what jobs that are still starting will take, by job id; Ray may not count all of it yet.
+        promised: what jobs that are still starting will take, by job id and node id; Ray may not count all of it yet.
     """
     known = {job.id for job in jobs}
     actions: list[Action] = [
         Remove(job_id, frozenset(parts)) for job_id, parts in actors.items() if job_id not in known
     ]
     for taken in promised.values():
-        nodes = reserve(taken, nodes)
+        nodes = subtract(taken, nodes)
     for job in jobs:
         steps, nodes = _look_at(job, frozenset(actors.get(job.id, ())), nodes)
         actions += steps
@@ -114,8 +112,9 @@ def _look_at(job: Job, parts: frozenset[str], nodes: Sequence[Node]) -> tuple[li
 
 def _admit(job: Job, nodes: Sequence[Node]) -> tuple[list[Action], Sequence[Node]]:
     match admit(job.spec, nodes):
-        case Admit(workers):
-            return [Start(job, workers)], reserve(demand(job.spec, workers), nodes)
+        case Admit(placement):
+            start = Start(job, placement)
+            return [start], subtract(start.taken, nodes)
         case Wait(text):
             reason = Reason(
                 code="waiting_for_resources",
@@ -123,13 +122,13 @@ def _admit(job: Job, nodes: Sequence[Node]) -> tuple[list[Action], Sequence[Node
                 remedy="it starts by itself once others have ended",
             )
             # What is free now is kept for it, or smaller jobs that came later would starve it.
-            return [Explain(job, JobState.QUEUED, reason)], reserve(demand(job.spec), nodes)
+            return [Explain(job, JobState.QUEUED, reason)], set_aside(demand(job.spec), nodes)
         case Unschedulable(text):
             reason = Reason(
                 code="unschedulable",
                 message=text,
-                remedy="ask for less (workers.min, workers.cpus, workers.gpus, servers.cpus) or add nodes; "
-                "it starts by itself once they are there",
+                remedy="ask for less (workers.min, workers.cpus, workers.gpus, servers.cpus, servers.placement) or add "
+                "nodes; it starts by itself once they are there",
             )
             state = JobState.QUEUED if job.state is JobState.RECOVERING else JobState.UNSCHEDULABLE
             return [Explain(job, state, reason)], nodes

@@ -2,7 +2,8 @@
 
 Events say what happened, instructions what to do; :mod:`cadenza_service.orchestration.supervisor` carries them out.
 
-    PLACING    every actor of the job comes up; past the deadline the job gives all back and waits again
+    PLACING    every actor of the job comes up; past the deadline, or where the node of one is gone, the job
+               gives all back and waits again
     OPENING    the coordinator connects to the shards
     TRAINING   the workers run; the coordinator is polled, and what it tells is reported
     CLOSING    training is over, well or not: the model is written, the last events and lines come in
@@ -20,6 +21,7 @@ from enum import StrEnum
 from cadenza_service.orchestration.instructions import (
     COORDINATOR,
     ActorLost,
+    ActorRefused,
     ActorStarted,
     Address,
     CoordinatorOpened,
@@ -179,6 +181,8 @@ class Supervision:
                 self._fail(Failure(kind="shard_lost", message=message, remedy="submit the job again"))
             case ActorLost():
                 self._lose(event, now_s)
+            case ActorRefused(part) if self.stage in _STARTING:
+                self._end(Unplaced((part,), now_s - self._began_at_s, node_gone=True))
             case WorkerEnded(worker, ran):
                 return self._worker_ended(worker, ran, now_s)
             case SnapshotTaken(snapshot):

@@ -50,7 +50,7 @@ class Supervisor:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._core = Supervision(
-            shards=attempt.spec.servers.count,
+            shards=attempt.shards,
             workers=attempt.workers,
             start_timeout_s=attempt.start_timeout_s,
             now_s=time.monotonic(),

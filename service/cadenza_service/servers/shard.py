@@ -9,12 +9,29 @@ from collections.abc import Sequence
 import numpy as np
 
 from cadenza.plane.connection import Buffer, Connection, Handler, Refusal
-from cadenza.plane.messages import Assign, Decision, Done, Key, Message, Publish, Read, Request, State
+from cadenza.plane.messages import (
+    Assign,
+    Decision,
+    Done,
+    Key,
+    Message,
+    Publish,
+    Read,
+    Received,
+    Request,
+    State,
+    Tentative,
+    Units,
+)
 from cadenza.plane.transport import Server
 from cadenza.plane.wire import Identity, ProtocolError, Role, Status
+from cadenza_service.servers.answers import Outgoing
 from cadenza_service.servers.shard_core import ShardCore
+from cadenza_service.servers.slots import Slot
 
 logger = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
 
 
 class ShardServer:
@@ -84,30 +101,50 @@ class ShardServer:
         self, connection: Connection, call: int, message: Publish, bodies: Sequence[Buffer]
     ) -> None:
         with self._lock:
-            self.core().publish(message, bodies)
+            self.core().publish(connection.identity.worker, message, bodies)
         connection.reply(call, Done())
 
-    def requested(
-        self, connection: Connection, call: int, request: Request, bodies: Sequence[Buffer]
-    ) -> None:
+    def slot(self, connection: Connection) -> Slot:
+        """The memory of the worker at the other end."""
+        with self._lock:
+            return self.core().slot(connection.identity.worker, connection.identity.incarnation)
+
+    def received(self, slot: Slot) -> None:
+        """More units of a worker's update are there."""
+        with self._lock:
+            self._tell(self.core().news(slot))
+
+    def requested(self, connection: Connection, call: int, request: Request) -> None:
         identity = connection.identity
         key = Key(identity.worker, identity.incarnation, request.seq)
         with self._lock:
-            received = self.core().request(identity.worker, identity.incarnation, request, bodies)
-            if not self.core().waits(key):
-                raise Refusal("answered", f"request {request.seq} was answered before")
+            news = self.core().request(identity.worker, identity.incarnation, request)
             # A repeated request is not taken twice, but its answer goes to where it was last asked for.
             self._calls[key] = (connection, call)
-            if received is not None and self._coordinator is not None:
-                self._coordinator.send(received)
+            self._tell(news)
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, entry: Decision | Tentative) -> None:
         with self._lock:
-            if decision.epoch < self._epoch:
-                raise ProtocolError(f"a decision of epoch {decision.epoch}; epoch {self._epoch} has begun")
-            for outgoing in self.core().decide(decision):
-                connection, call = self._calls.pop(outgoing.key)
-                connection.reply(call, outgoing.answer, outgoing.bodies)
+            if entry.epoch < self._epoch:
+                raise ProtocolError(f"an entry of epoch {entry.epoch}; epoch {self._epoch} has begun")
+            core = self.core()
+            work = core.decide(entry) if isinstance(entry, Decision) else core.tentative(entry)
+            for outgoing in work.outgoing:
+                self._send(outgoing)
+        work.run(self._lock)
+
+    def _send(self, outgoing: Outgoing) -> None:
+        connection, call = self._calls[outgoing.key]
+        if outgoing.values is not None:
+            connection.stream(outgoing.values.frames(connection.run_bytes // FLOAT_BYTES))
+        if outgoing.answer is not None:
+            del self._calls[outgoing.key]
+            connection.reply(call, outgoing.answer, outgoing.bodies)
+
+    def _tell(self, news: Sequence[Received]) -> None:
+        if self._coordinator is not None:
+            for received in news:
+                self._coordinator.send(received)
 
     def read(self, connection: Connection, call: int, message: Read) -> None:
         with self._lock:
@@ -121,7 +158,7 @@ class _ShardHandler:
     def __init__(self, shard: ShardServer) -> None:
         self._shard = shard
 
-    def body(self, message: Message, length: int) -> Sequence[Buffer]:
+    def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         raise ProtocolError(f"an unexpected {type(message).__name__} with {length} bytes")
 
     def closed(self, connection: Connection, error: Exception | None) -> None:
@@ -134,42 +171,54 @@ class _WorkerHandler(_ShardHandler):
 
     def __init__(self, shard: ShardServer) -> None:
         super().__init__(shard)
-        self._bodies: list[Buffer] = []
+        self._bodies: Sequence[Buffer] = ()
+        self._scratch = bytearray()
 
-    def body(self, message: Message, length: int) -> Sequence[Buffer]:
+    def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         try:
-            core = self._shard.core()
+            match message:
+                case Units():
+                    slot = self._shard.slot(connection)
+                    self._bodies = slot.destination(message, length, self._memory)
+                    return self._bodies
+                case Publish(vectors=vectors):
+                    return self._published(vectors, length)
+                case _:
+                    return super().body(connection, message, length)
         except Refusal as refusal:
             raise ProtocolError(str(refusal)) from None
-        match message:
-            case Publish(vectors=vectors):
-                sizes = [part.size_bytes for part in core.slices(vectors)]
-            case Request():
-                sizes = [size for _, size in core.request_sizes(message)]
-            case _:
-                return super().body(message, length)
-        if sum(sizes) != length:
-            raise ProtocolError(f"{type(message).__name__} with {length} bytes; {sum(sizes)} are expected")
-        self._bodies = [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
-        return [body for body in self._bodies if body.nbytes]
 
     def handle(self, connection: Connection, call: int, message: Message) -> None:
-        bodies, self._bodies = self._bodies, []
+        bodies, self._bodies = self._bodies, ()
         match message:
+            case Units():
+                slot = self._shard.slot(connection)
+                slot.accept(message, bodies)
+                self._shard.received(slot)
             case Publish(vectors=vectors):
                 self._shard.published(connection, call, message, bodies or self._empty(vectors))
-            case Request(kind="update", vectors=vectors):
-                self._shard.requested(connection, call, message, bodies or self._empty(vectors))
             case Request():
-                self._shard.requested(connection, call, message, ())
+                self._shard.requested(connection, call, message)
             case _:
                 raise ProtocolError(f"a worker sent {type(message).__name__}")
+
+    def _memory(self, size: int) -> memoryview:
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        return memoryview(self._scratch)[:size]
+
+    def _published(self, vectors: tuple[str, ...], length: int) -> Sequence[Buffer]:
+        sizes = [part.size_bytes for part in self._shard.core().slices(vectors)]
+        if sum(sizes) != length:
+            raise ProtocolError(f"a Publish with {length} bytes; {sum(sizes)} are expected")
+        self._bodies = [np.empty(size, np.uint8).data if size else memoryview(b"") for size in sizes]
+        return [body for body in self._bodies if body.nbytes]
 
     def _empty(self, vectors: tuple[str, ...]) -> list[Buffer]:
         """Bodies for slices that hold nothing here: a frame without bytes never asks for buffers."""
         parts = self._shard.core().slices(vectors)
         if any(part.length for part in parts):
-            raise ProtocolError("an update without its bytes")
+            raise ProtocolError("values without their bytes")
         return [memoryview(b"") for _ in parts]
 
 
@@ -180,7 +229,7 @@ class _CoordinatorHandler(_ShardHandler):
         match message:
             case Assign():
                 self._shard.assigned(connection, call, message)
-            case Decision():
+            case Decision() | Tentative():
                 self._shard.decided(message)
             case _:
                 raise ProtocolError(f"the coordinator sent {type(message).__name__}")

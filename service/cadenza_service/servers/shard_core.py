@@ -1,36 +1,46 @@
-"""A parameter server's core: committed weights, waiting contributions, and what a decision does to them.
+"""A parameter server's core: committed weights, waiting contributions, and what the coordinator's log does to them.
 
-Pure state: no socket, no thread, no clock. Everything follows from the requests that arrived and from the
-coordinator's log, whose entries are carried out in order, so that all shards of a job agree.
+No socket, no thread, no clock. Everything follows from the requests that arrived and from the coordinator's log,
+whose entries are carried out in order, so that all shards of a job agree.
+
+Three kinds of callers: a worker's connection fills that worker's :class:`Slot`; whoever holds the server's lock calls
+the core's events; the coordinator's connection alone carries out the log, one entry after another, and computes
+outside the lock, on slots that nobody writes to until they are answered.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.plane.codecs import CODECS, as_bytes
 from cadenza.plane.connection import Refusal
-from cadenza.plane.layout import NUMPY_TYPES, Slice, accumulator
-from cadenza.plane.messages import Answer, Assign, Decision, Key, Part, Publish, Received, Reply, Request
+from cadenza.plane.holdings import NATIVE, Holdings
+from cadenza.plane.layout import Slice, as_bytes
+from cadenza.plane.messages import (
+    Answer,
+    Assign,
+    Content,
+    Decision,
+    Key,
+    Part,
+    Publish,
+    Received,
+    Reply,
+    Request,
+    Tentative,
+)
 from cadenza.plane.wire import ProtocolError
-from cadenza_service.servers.aggregate import ServerOptimizer, server_optimizer, weighted_sum
+from cadenza_service.servers.answers import Outgoing, Values, Watermark, Work
+from cadenza_service.servers.slots import Slot
+from cadenza_service.servers.weights import MOST_COMPUTED_ELEMENTS, Private, Weighted, Weights
 
 Array = NDArray[Any]
 
-
-@dataclass(frozen=True)
-class Outgoing:
-    """An answer for one request, with the arrays that are its body, in wire form."""
-
-    key: Key
-    answer: Answer
-    bodies: tuple[memoryview, ...]
+BARRIER_MODES = ("sync", "local")
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class _Round:
 
     version: int
     present: bytes
-    bodies: dict[str, memoryview]
+    values: dict[str, Array]
 
 
 class ShardCore:
@@ -51,195 +61,275 @@ class ShardCore:
         self.round = 0
         self.record: Decision | None = None
         """The latest commit's record, kept with the weights."""
-        layout = assign.layout
-        self._slices = {
-            part.vector: part for part in layout.slices(assign.shard, assign.shards, layout.every())
-        }
-        self._roles = {vector.name: vector.role for vector in layout.vectors}
-        self._state: dict[str, Array] = {
-            name: np.zeros(
-                part.length, NUMPY_TYPES["uint8"] if part.dtype == "uint8" else accumulator(part.dtype)
-            )
-            for name, part in self._slices.items()
-        }
-        self._optimizers: dict[str, ServerOptimizer] = {
-            name: server_optimizer(assign.outer) for name in self._slices if self._roles[name] == "parameters"
-        }
+        self.holdings = Holdings(assign.layout, assign.cut, assign.shard, assign.groups)
+        self.weights = Weights(assign, self.holdings)
         self._index = 0
-        self._requests: dict[Key, tuple[Request, dict[str, Array]]] = {}
-        self._last_seq: dict[tuple[int, int], int] = {}
-        self._incarnations: dict[int, int] = {}
+        self._slots: dict[int, Slot] = {}
+        self._private: dict[int, Private] = {}
+        self._tentative: dict[int, tuple[Part, ...]] = {}
+        """What each group of the open round was answered with."""
         self._history: deque[_Round] = deque()
 
-    # --- sizes ---
+    # --- what workers send ---
 
-    def request_sizes(self, request: Request) -> list[tuple[Slice, int]]:
-        """Each slice in an update's body with its bytes; raises ProtocolError for anything but a well-formed update."""
-        if request.kind != "update":
-            raise ProtocolError(f"a request of kind {request.kind} with a body")
-        if request.vectors != self.assign.layout.travelling():
-            raise ProtocolError(
-                f"an update of {request.vectors} instead of {self.assign.layout.travelling()}"
-            )
-        codec = CODECS.get(request.codec)
-        if codec is None:
-            raise ProtocolError(f"an update in the unknown codec {request.codec!r}")
-        return [(self._slices[name], codec.size_bytes(self._slices[name])) for name in request.vectors]
+    def slot(self, worker: int, incarnation: int) -> Slot:
+        """The worker's memory; raises Refusal where a newer incarnation is known."""
+        slot = self._slots.get(worker)
+        if slot is not None and incarnation < slot.incarnation:
+            raise Refusal("stale_incarnation", f"worker {worker} has been replaced by a newer incarnation")
+        if slot is None or incarnation > slot.incarnation:
+            slot = self._slots[worker] = Slot(self.holdings, worker, incarnation, self.assign.seed)
+        return slot
 
     def slices(self, vectors: Iterable[str]) -> list[Slice]:
         """The shard's slices of the named vectors; raises ProtocolError on an unknown name."""
         names = tuple(vectors)
-        unknown = [name for name in names if name not in self._slices]
+        unknown = [name for name in names if name not in self.holdings.slices]
         if unknown:
             raise ProtocolError(f"vectors that the layout does not have: {', '.join(unknown)}")
-        return [self._slices[name] for name in self._slices if name in names]
+        return [part for name, part in self.holdings.slices.items() if name in names]
 
-    # --- events ---
-
-    def publish(self, message: Publish, bodies: Sequence[memoryview]) -> None:
+    def publish(self, worker: int, message: Publish, bodies: Sequence[memoryview]) -> None:
         """A worker's values of whole vectors become the committed ones."""
-        for part, body in zip(self.slices(message.vectors), bodies, strict=True):
-            values = np.frombuffer(body, NUMPY_TYPES[part.dtype])
-            self._state[part.vector] = values.astype(self._state[part.vector].dtype)
+        parts = self.slices(message.vectors)
+        for part, body in zip(parts, bodies, strict=True):
+            self.weights.set(part.vector, body)
+        self._holds(worker, [part.vector for part in parts])
 
-    def request(
-        self, worker: int, incarnation: int, request: Request, bodies: Sequence[memoryview]
-    ) -> Received | None:
-        """A worker's request is complete; none is returned where it is already known.
+    def request(self, worker: int, incarnation: int, request: Request) -> list[Received]:
+        """A worker's request; whatever became complete by it is returned, nothing where it is already known.
 
         Raises:
-            Refusal: it comes from an old incarnation of the worker.
+            Refusal: it comes from an old incarnation of the worker, or was answered before.
             ProtocolError: it is not well-formed.
         """
-        key = Key(worker, incarnation, request.seq)
-        if incarnation < self._incarnations.get(worker, incarnation):
-            raise Refusal("stale_incarnation", f"worker {worker} has been replaced by a newer incarnation")
-        if request.seq <= self._last_seq.get((worker, incarnation), 0):
-            return None
-        values, finite = self._decode(request, bodies)
-        self._incarnations[worker] = incarnation
-        self._last_seq[worker, incarnation] = request.seq
-        self._requests[key] = (request, values)
-        return Received(
-            shard=self.assign.shard,
-            key=key,
-            kind=request.kind,
-            base_version=request.base_version,
-            samples=request.samples,
-            steps=request.steps,
-            loss=request.loss,
-            finite=finite,
-            present=request.present,
-            spans=request.spans,
-            reason=request.reason,
-        )
+        slot = self.slot(worker, incarnation)
+        if request.kind == "update" and request.vectors != self.holdings.travelling:
+            raise ProtocolError(f"an update of {request.vectors} instead of {self.holdings.travelling}")
+        self.slices(request.vectors)
+        if request.seq < slot.seq or (request.seq == slot.seq and slot.answered):
+            raise Refusal("answered", f"request {request.seq} was answered before")
+        if request.seq > slot.seq:
+            slot.begin(request.seq)
+        if slot.request is None:
+            slot.request = request
+        return self.news(slot)
 
-    def waits(self, key: Key) -> bool:
-        """Whether a request is here and not answered yet."""
-        return key in self._requests
-
-    def _decode(self, request: Request, bodies: Sequence[memoryview]) -> tuple[dict[str, Array], bool]:
-        """An update's values by vector, and whether all are finite."""
-        if request.kind != "update":
-            self.slices(request.vectors)
-            return {}, True
-        parts = [part for part, _ in self.request_sizes(request)]
-        codec = CODECS[request.codec]
-        values = {part.vector: codec.decode(body, part) for part, body in zip(parts, bodies, strict=True)}
-        return values, all(bool(np.isfinite(array).all()) for array in values.values())
-
-    def decide(self, decision: Decision) -> list[Outgoing]:
-        """Carry out the next entry of the coordinator's log, and return the answers that it releases."""
-        if decision.index != self._index + 1:
-            raise ProtocolError(f"entry {decision.index} of the coordinator's log after entry {self._index}")
-        self._index = decision.index
-        self.round = decision.round
-        gradient = self._merge(decision) if decision.parts else None
-        self.version = decision.version
-        if gradient is not None and decision.keep_after is not None:
-            self._history.append(_Round(decision.version, decision.present, gradient))
-        for key in decision.discard:
-            self._drop_values(key)
-        answers = [self._answer(reply, decision, gradient) for reply in decision.replies]
-        self._forget(decision.keep_after)
-        return answers
-
-    def _forget(self, keep_after: int | None) -> None:
-        while self._history and (keep_after is None or self._history[0].version <= keep_after):
-            self._history.popleft()
+    def news(self, slot: Slot) -> list[Received]:
+        """What became complete of a worker's request since this was last asked."""
+        request = slot.request
+        if request is None:
+            return []
+        return [
+            Received(
+                shard=self.assign.shard,
+                group=group,
+                key=Key(slot.worker, slot.incarnation, slot.seq),
+                kind=request.kind,
+                base_version=request.base_version,
+                samples=request.samples,
+                steps=request.steps,
+                loss=request.loss,
+                finite=finite,
+                present=request.present,
+                spans=request.spans,
+                reason=request.reason,
+                lost_samples=request.lost_samples,
+                lost_spans=request.lost_spans,
+            )
+            for group, finite in slot.news()
+        ]
 
     def read(self, vectors: Iterable[str]) -> list[memoryview]:
-        """The committed values of the named vectors, in their own types, in layout order."""
-        return [self._wire(part.vector) for part in self.slices(vectors)]
+        """The committed values of the named vectors, in their own types, in layout order; copies."""
+        return [as_bytes(self.weights.wire(part.vector)) for part in self.slices(vectors)]
 
-    # --- merging ---
+    # --- the log ---
 
-    def _merge(self, decision: Decision) -> dict[str, memoryview] | None:
-        """Apply a commit; in sync mode return its answer: mean gradients, and committed buffers."""
+    def tentative(self, entry: Tentative) -> Work:
+        """Answer one group of the open round as if it were decided."""
+        self._next_entry(entry.index)
+        self._tentative[entry.group] = entry.parts
+        work = Work()
+        positions = self.holdings.group(entry.group)
+        turn = self.round + 1
+        contributions = self._contributions(entry.parts)
+        for slot, _, _ in contributions:
+            values = self._values(slot, positions, len(positions), turn, work.watermark)
+            work.outgoing.append(Outgoing(_key(slot), values))
+        work.compute = self._steps(positions, contributions, turn, work.watermark)
+        return work
+
+    def decide(self, decision: Decision) -> Work:
+        """Carry out the next entry of the coordinator's log: the answers that it releases, and what is to compute."""
+        self._next_entry(decision.index)
+        self.round = decision.round
+        answered, self._tentative = self._tentative, {}
+        work = Work()
+        if self.assign.mode in BARRIER_MODES:
+            self._decide_together(decision, answered, work)
+        else:
+            self._decide_alone(decision, work)
+        self._forget(decision.keep_after)
+        return work
+
+    def _decide_together(self, decision: Decision, answered: dict[int, tuple[Part, ...]], work: Work) -> None:
+        """sync, local: one answer for all, sent while it is computed."""
+        groups = range(self.holdings.groups)
+        done = [group for group in groups if answered.get(group) == decision.parts]
+        stale = [p for group in groups if group not in done for p in self.holdings.group(group)]
+        fresh = [p for group in done for p in self.holdings.group(group)]
+        contributions = self._contributions(decision.parts)
+        merged = {part.key for part in decision.parts}
+        for reply in decision.replies:
+            slot = self._slots[reply.key.worker]
+            # Whose contribution is not in has not got the tentative answers.
+            positions = stale if reply.key in merged else stale + fresh
+            values = self._values(slot, positions, len(stale), decision.round, work.watermark)
+            work.outgoing.append(self._reply(slot, reply, decision, values))
+        if decision.parts:
+            work.compute = self._steps(stale, contributions, decision.round, work.watermark)
+            work.commit.append(lambda: self._commit(decision))
+
+    def _decide_alone(self, decision: Decision, work: Work) -> None:
+        """ssp, async: a contribution is merged on arrival, and each worker is answered by itself."""
+        if decision.parts:
+            positions = range(len(self.holdings.places))
+            contributions = self._contributions(decision.parts)
+            work.compute = self._steps(positions, contributions, decision.round, work.watermark)
+            work.commit.append(lambda: self._commit(decision))
+        for reply in decision.replies:
+            slot = self._slots[reply.key.worker]
+            work.outgoing.append(self._reply_alone(slot, reply, decision, work))
+
+    def _commit(self, decision: Decision) -> None:
+        self.weights.commit()
         self.record = decision
-        sync = self.assign.mode == "sync"
-        answer: dict[str, memoryview] = {}
-        for name in self.assign.layout.travelling():
-            total = self._aggregate(name, decision.parts)
-            if sync and self._roles[name] == "parameters":
-                answer[name] = _to_wire(total, self._slices[name])
-                continue
-            optimizer = self._optimizers.get(name)
-            state = self._state[name]
-            self._state[name] = state + total if optimizer is None else optimizer.step(state, total)
-            answer[name] = self._wire(name)
-        for part in decision.parts:
-            self._drop_values(part.key)
-        return answer if sync else None
+        self.version = decision.version
+        if self.assign.mode == "sync" and decision.keep_after is not None:
+            values = self.weights.gradients(decision.round)
+            self._history.append(_Round(decision.version, decision.present, values))
 
-    def _aggregate(self, name: str, parts: Sequence[Part]) -> Array:
-        buffers = self._roles[name] == "buffers"
-        weights = [part.buffer_weight if buffers else part.weight for part in parts]
-        return weighted_sum([self._requests[part.key][1][name] for part in parts], weights)
+    # --- answers ---
 
-    def _drop_values(self, key: Key) -> None:
-        request, _ = self._requests[key]
-        self._requests[key] = (request, {})
-
-    # --- answering ---
-
-    def _answer(self, reply: Reply, decision: Decision, gradient: dict[str, memoryview] | None) -> Outgoing:
-        request, _ = self._requests.pop(reply.key)
+    def _reply(self, slot: Slot, reply: Reply, decision: Decision, values: Values) -> Outgoing:
+        request = slot.finish()
         if request.kind == "fetch":
-            return self._answer_fetch(reply, request)
-        names = self.assign.layout.travelling()
-        if self.assign.mode != "sync":
-            return self._weights(reply, names)
-        if gradient is None:
-            return Outgoing(reply.key, Answer("unchanged", reply.note), ())
-        answer = Answer("gradient", reply.note, names, present=(decision.present,))
-        return Outgoing(reply.key, answer, tuple(gradient[name] for name in names))
+            return self._answer_fetch(slot, reply, request)
+        sync = self.assign.mode == "sync"
+        if decision.parts:
+            present = (decision.present,) if sync else ()
+            answer = Answer(self._content(), reply.note, self.holdings.travelling, present)
+            return Outgoing(reply.key, values, answer)
+        if sync:
+            return Outgoing(reply.key, None, Answer("unchanged", reply.note))
+        return self._committed(slot, reply, self.holdings.travelling)
 
-    def _answer_fetch(self, reply: Reply, request: Request) -> Outgoing:
+    def _reply_alone(self, slot: Slot, reply: Reply, decision: Decision, work: Work) -> Outgoing:
+        request = slot.finish()
+        if request.kind == "fetch":
+            return self._answer_fetch(slot, reply, request)
+        private = self._private_of(slot.worker)
+        positions = range(len(self.holdings.places))
+        turn, watermark = decision.index, Watermark()
+        work.prepare.append(lambda: private.prepare(self.weights, turn, watermark))
+        values = Values(
+            self.holdings,
+            slot.seq,
+            self.assign.codec,
+            turn,
+            positions,
+            len(positions),
+            private.bodies,
+            _never_packed,
+            watermark,
+        )
+        return Outgoing(reply.key, values, Answer(self._content(), reply.note, self.holdings.travelling))
+
+    def _content(self) -> Content:
+        if self.assign.mode == "sync":
+            return "gradient"
+        return "weights" if self.assign.codec == NATIVE else "change"
+
+    def _answer_fetch(self, slot: Slot, reply: Reply, request: Request) -> Outgoing:
         if request.base_version == self.version:
-            return Outgoing(reply.key, Answer("unchanged", reply.note), ())
+            return Outgoing(reply.key, None, Answer("unchanged", reply.note))
         if self.assign.mode == "sync" and request.base_version >= 0:
             return self._replay(reply, request)
-        return self._weights(reply, request.vectors)
+        return self._committed(slot, reply, request.vectors)
 
-    def _weights(self, reply: Reply, names: Iterable[str]) -> Outgoing:
+    def _committed(self, slot: Slot, reply: Reply, names: Iterable[str]) -> Outgoing:
+        """The committed values as they are: the commit before this entry is complete."""
         parts = self.slices(names)
         answer = Answer("weights", reply.note, tuple(part.vector for part in parts))
-        return Outgoing(reply.key, answer, tuple(self._wire(part.vector) for part in parts))
+        self._holds(slot.worker, answer.vectors)
+        return Outgoing(reply.key, None, answer, tuple(self.read(answer.vectors)))
 
     def _replay(self, reply: Reply, request: Request) -> Outgoing:
         missed = [kept for kept in self._history if kept.version > request.base_version]
         if [kept.version for kept in missed] != list(range(request.base_version + 1, self.version + 1)):
             # The coordinator never lets an evaluating worker fall behind what is kept, so this is a bug's last net.
             raise ProtocolError(f"version {request.base_version} is older than the rounds that are kept")
-        names = self.assign.layout.travelling()
-        answer = Answer("gradients", reply.note, names, present=tuple(kept.present for kept in missed))
-        return Outgoing(reply.key, answer, tuple(kept.bodies[name] for kept in missed for name in names))
+        names = self.holdings.travelling
+        answer = Answer("gradients", reply.note, names, tuple(kept.present for kept in missed))
+        bodies = tuple(as_bytes(kept.values[name]) for kept in missed for name in names)
+        return Outgoing(reply.key, None, answer, bodies)
 
-    def _wire(self, name: str) -> memoryview:
-        return _to_wire(self._state[name], self._slices[name])
+    def _values(
+        self, slot: Slot, positions: Sequence[int], awaited: int, turn: int, watermark: Watermark
+    ) -> Values:
+        return Values(
+            self.holdings,
+            slot.seq,
+            self.assign.codec,
+            turn,
+            positions,
+            awaited,
+            self.weights.bodies,
+            self.weights.packed.__getitem__,
+            watermark,
+        )
+
+    # --- inside ---
+
+    def _next_entry(self, index: int) -> None:
+        if index != self._index + 1:
+            raise ProtocolError(f"entry {index} of the coordinator's log after entry {self._index}")
+        self._index = index
+
+    def _contributions(self, parts: Sequence[Part]) -> Weighted:
+        return [(self._slots[part.key.worker], part.weight, part.buffer_weight) for part in parts]
+
+    def _steps(
+        self, positions: Sequence[int], contributions: Weighted, turn: int, watermark: Watermark
+    ) -> list[Callable[[], None]]:
+        def compute() -> None:
+            count = 0
+            for run in self.holdings.runs(positions, MOST_COMPUTED_ELEMENTS):
+                self.weights.compute(run, contributions, turn)
+                count += len(run)
+                watermark.advance(count)
+
+        return [compute]
+
+    def _forget(self, keep_after: int | None) -> None:
+        while self._history and (keep_after is None or self._history[0].version <= keep_after):
+            self._history.popleft()
+
+    def _private_of(self, worker: int) -> Private:
+        if worker not in self._private:
+            self._private[worker] = Private(self.assign, self.holdings, worker)
+        return self._private[worker]
+
+    def _holds(self, worker: int, vectors: Iterable[str]) -> None:
+        """Where answers say what has changed since a worker's latest one, remember what it has now."""
+        if self.assign.mode not in BARRIER_MODES and self.assign.codec != NATIVE:
+            self._private_of(worker).holds(self.weights, vectors)
 
 
-def _to_wire(values: Array, part: Slice) -> memoryview:
-    """The values in the vector's own type. Arrays are never written to again, so that a view is safe to send later."""
-    return as_bytes(np.ascontiguousarray(values, dtype=NUMPY_TYPES[part.dtype]))
+def _key(slot: Slot) -> Key:
+    return Key(slot.worker, slot.incarnation, slot.seq)
+
+
+def _never_packed(position: int) -> bool:
+    return False

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.plane.codecs import as_bytes
 from cadenza.plane.connection import Buffer
-from cadenza.plane.layout import NUMPY_TYPES, Layout
+from cadenza.plane.layout import NUMPY_TYPES, Cut, Layout, as_bytes
 from cadenza.plane.messages import Message, Read, State
 from cadenza.plane.transport import connect
 from cadenza.plane.wire import Identity, ProtocolError, Role
@@ -20,7 +19,7 @@ READ_TIMEOUT_S = 600.0
 
 
 def fetch_state(
-    shards: Sequence[tuple[str, int]], key: bytes, epoch: int, layout: Layout
+    shards: Sequence[tuple[str, int]], key: bytes, epoch: int, layout: Layout, cut: Cut
 ) -> dict[str, NDArray[Any]]:
     """All vectors of a job's model as its shards hold them, whole, by name, in the vectors' own types.
 
@@ -29,6 +28,7 @@ def fetch_state(
         key: the job's key.
         epoch: the job's attempt.
         layout: the model's layout.
+        cut: how it is cut among the shards.
 
     Raises:
         ConnectionError: a shard cannot be reached or ended the connection.
@@ -42,9 +42,7 @@ def fetch_state(
             host, port, key, Identity(Role.OBSERVER, epoch=epoch), peer=f"shard {number}", timeout_s=30.0
         ).start()
         try:
-            call = connection.call(
-                Read(layout.every()), into=_destination(number, len(shards), layout, vectors)
-            )
+            call = connection.call(Read(layout.every()), into=_destination(number, layout, cut, vectors))
             reply = call.result(READ_TIMEOUT_S)
             if not isinstance(reply, State):
                 raise ConnectionError(f"shard {number} answered a read with {type(reply).__name__}")
@@ -56,12 +54,11 @@ def fetch_state(
     return vectors
 
 
-def _destination(number: int, shards: int, layout: Layout, vectors: dict[str, NDArray[Any]]) -> Any:
+def _destination(number: int, layout: Layout, cut: Cut, vectors: dict[str, NDArray[Any]]) -> Any:
     def destination(message: Message, length: int) -> list[Buffer]:
-        parts = layout.slices(number, shards, layout.every())
+        parts = layout.slices(cut, number, layout.every())
         if not isinstance(message, State):
             raise ProtocolError(f"shard {number} sent bytes with {type(message).__name__}")
-        buffers = [as_bytes(vectors[part.vector][part.start : part.stop]) for part in parts]
-        return [buffer for buffer in buffers if buffer.nbytes]
+        return [as_bytes(piece) for part in parts for piece in part.pieces(vectors[part.vector])]
 
     return destination

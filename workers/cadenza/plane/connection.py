@@ -13,9 +13,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -28,11 +28,14 @@ logger = logging.getLogger(__name__)
 
 Buffer = memoryview
 
+MOST_RUN_BYTES = 1 << 20
+"""On a fast link, where each frame's own cost shows."""
+
 
 class Handler(Protocol):
     """What a connection does with the peer's requests. Called on the receiver thread."""
 
-    def body(self, message: Message, length: int) -> Sequence[Buffer]:
+    def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         """Where the request's ``length`` bytes go, in order; raises ProtocolError if they are not expected."""
 
     def handle(self, connection: Connection, call: int, message: Message) -> None:
@@ -40,6 +43,15 @@ class Handler(Protocol):
 
     def closed(self, connection: Connection, error: Exception | None) -> None:
         """The connection ended; ``error`` is none where we closed it."""
+
+
+class Frame(NamedTuple):
+    """A message that is about to be sent, with its bulk bytes."""
+
+    message: Message
+    bodies: Sequence[Buffer] = ()
+    answers: int = 0
+    """The peer's call that it answers; 0 for none."""
 
 
 class Refusal(Exception):
@@ -61,7 +73,7 @@ class RefusedError(Exception):
 class NoRequests:
     """The handler of a connection on which only we ask."""
 
-    def body(self, message: Message, length: int) -> Sequence[Buffer]:
+    def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         raise ProtocolError(f"an unexpected {type(message).__name__} with {length} bytes")
 
     def handle(self, connection: Connection, call: int, message: Message) -> None:
@@ -81,9 +93,16 @@ class Pending:
     """Monotonic seconds at which the last byte was handed to the kernel; 0 before."""
     begun_at: float = 0.0
     """Monotonic seconds at which the reply's header was there."""
+    ended_at: float = 0.0
+    """Monotonic seconds at which all of the reply was there."""
     _done: threading.Event = field(default_factory=threading.Event)
     _reply: Message | None = None
     _error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` returns, or raises, without waiting."""
+        return self._done.is_set()
 
     def result(self, timeout_s: float) -> Message:
         """The reply.
@@ -104,6 +123,7 @@ class Pending:
 
     def resolve(self, reply: Message) -> None:
         self._reply = reply
+        self.ended_at = time.monotonic()
         self._done.set()
 
     def fail(self, error: Exception) -> None:
@@ -111,31 +131,47 @@ class Pending:
         self._done.set()
 
 
-class _Outgoing:
-    """A frame on its way out."""
+class _Single:
+    """A frame in the queue of outgoing ones; its message is fixed, its bytes are read when it is sent."""
 
-    __slots__ = ("bodies", "header_and_message", "pending")
+    __slots__ = ("bodies", "call", "data", "pending", "reply")
 
     def __init__(
         self, message: Message, bodies: Sequence[Buffer], call: int, reply: bool, pending: Pending | None
     ) -> None:
-        data = encode(message)
-        checksum = wire.Checksum().add(data)
-        for body in bodies:
-            checksum.add(body)
-        if len(data) > wire.MAX_MESSAGE_BYTES:
+        self.data = encode(message)
+        if len(self.data) > wire.MAX_MESSAGE_BYTES:
             raise ValueError(
-                f"a {type(message).__name__} of {len(data)} bytes; at most {wire.MAX_MESSAGE_BYTES} can be sent"
+                f"a {type(message).__name__} of {len(self.data)} bytes; at most {wire.MAX_MESSAGE_BYTES} can be sent"
             )
-        length = sum(body.nbytes for body in bodies)
-        header = wire.pack_header(Header(call, reply, len(data), length, checksum.value()))
-        self.header_and_message = header + data
         self.bodies = bodies
+        self.call = call
+        self.reply = reply
         self.pending = pending
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.header_and_message) + sum(body.nbytes for body in self.bodies)
+
+class _Series:
+    """Frames in the queue of outgoing ones that are made one after another, as they are sent."""
+
+    __slots__ = ("frames", "pending")
+
+    def __init__(self, frames: Iterable[Frame], pending: Pending | None) -> None:
+        self.frames = frames
+        self.pending = pending
+
+
+class _Farewell:
+    """The end of the queue of outgoing frames."""
+
+
+class _Flush:
+    """A mark in the queue of outgoing frames."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+
+_Queued = _Single | _Series | _Farewell | _Flush
 
 
 class Connection:
@@ -147,9 +183,11 @@ class Connection:
         """Who the connecting side is."""
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.run_bytes = MOST_RUN_BYTES
+        """How much one frame of a long transfer should carry: little on a slow link, so that the pipeline fills soon."""
         self._sock = sock
         self._handler = handler
-        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._calls: dict[int, Pending] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -178,7 +216,15 @@ class Connection:
 
     def send(self, message: Message, bodies: Sequence[Buffer] = ()) -> None:
         """Queue a one-way message; the buffers must not change until it is sent. Lost if the connection ends."""
-        self._queue(_Outgoing(message, bodies, 0, False, None))
+        self._queue(_Single(message, bodies, 0, False, None))
+
+    def stream(self, frames: Iterable[Frame], pending: Pending | None = None) -> None:
+        """Queue frames that are made when their turn comes: on the sender's thread, which they may let wait.
+
+        A frame's buffers may be used again once the next frame is asked for. An exception in ``frames`` ends the
+        connection. ``pending`` is a call that all of them belong to, for its time of sending.
+        """
+        self._queue(_Series(frames, pending))
 
     def call(
         self,
@@ -189,7 +235,7 @@ class Connection:
         """Send a request; ``into(reply, length)`` says where a reply's body goes (raise ProtocolError to refuse it)."""
         pending = Pending(self.peer, into)
         number = next(self._numbers)
-        frame = _Outgoing(message, bodies, number, False, pending)
+        frame = _Single(message, bodies, number, False, pending)
         with self._lock:
             if self._closed:
                 pending.fail(self._error or ConnectionError(f"the connection to {self.peer} is closed"))
@@ -201,7 +247,7 @@ class Connection:
     def reply(self, call: int, message: Message, bodies: Sequence[Buffer] = ()) -> None:
         """Answer the peer's request ``call``; nothing is sent where it wants no answer."""
         if call:
-            self._queue(_Outgoing(message, bodies, call, True, None))
+            self._queue(_Single(message, bodies, call, True, None))
 
     def refuse(self, call: int, refusal: Refusal) -> None:
         """Answer the peer's request ``call`` with a refusal."""
@@ -232,7 +278,7 @@ class Connection:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout_s)
 
-    def _queue(self, frame: _Outgoing) -> None:
+    def _queue(self, frame: _Queued) -> None:
         if not self._closed:
             self._outgoing.put(frame)
 
@@ -267,6 +313,9 @@ class Connection:
             self._send_queued()
         except OSError as error:
             self._end(ConnectionError(f"sending to {self.peer} failed: {error}"))
+        except Exception as error:
+            logger.exception("making a frame for %s failed", self.peer)
+            self._end(ConnectionError(f"making a frame for {self.peer} failed: {error!r}"))
         finally:
             self._end(ConnectionError(f"sending to {self.peer} ended"))
             self._sender_ended = True
@@ -280,17 +329,34 @@ class Connection:
                     frame.done.set()
 
     def _send_queued(self) -> None:
-        while (frame := self._outgoing.get()) is not None:
-            if isinstance(frame, _Flush):
-                frame.done.set()
-                continue
-            if isinstance(frame, _Farewell):
-                self._end(None)
-                return
-            send_pieces(self._sock, [memoryview(frame.header_and_message), *frame.bodies])
-            self.sent_bytes += frame.size_bytes
-            if frame.pending is not None:
-                frame.pending.sent_at = time.monotonic()
+        while (queued := self._outgoing.get()) is not None:
+            match queued:
+                case _Flush():
+                    queued.done.set()
+                case _Farewell():
+                    self._end(None)
+                    return
+                case _Single():
+                    self._transmit(queued.data, queued.bodies, queued.call, reply=queued.reply)
+                    self._sent(queued.pending)
+                case _Series():
+                    for message, bodies, answers in queued.frames:
+                        self._transmit(encode(message), bodies, answers, reply=bool(answers))
+                    self._sent(queued.pending)
+
+    def _transmit(self, data: bytes, bodies: Sequence[Buffer], call: int, *, reply: bool) -> None:
+        checksum = wire.Checksum().add(data)
+        length = 0
+        for body in bodies:
+            checksum.add(body)
+            length += body.nbytes
+        header = wire.pack_header(Header(call, reply, len(data), length, checksum.value()))
+        send_pieces(self._sock, [memoryview(header + data), *bodies])
+        self.sent_bytes += len(header) + len(data) + length
+
+    def _sent(self, pending: Pending | None) -> None:
+        if pending is not None:
+            pending.sent_at = time.monotonic()
 
     def _receive_loop(self) -> None:
         try:
@@ -340,7 +406,7 @@ class Connection:
         if not header.body_length:
             return ()
         if pending is None:
-            bodies = self._handler.body(message, header.body_length)
+            bodies = self._handler.body(self, message, header.body_length)
         elif pending.into is not None:
             bodies = pending.into(message, header.body_length)
         else:
@@ -359,21 +425,3 @@ class Connection:
             self._handler.handle(self, call, message)
         except Refusal as refusal:
             self.refuse(call, refusal)
-
-
-class _Farewell(_Outgoing):
-    """Not a frame: the end of the queue of outgoing ones."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        pass
-
-
-class _Flush(_Outgoing):
-    """Not a frame: a mark in the queue of outgoing ones."""
-
-    __slots__ = ("done",)
-
-    def __init__(self) -> None:
-        self.done = threading.Event()

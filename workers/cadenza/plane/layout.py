@@ -11,7 +11,6 @@ This module imports neither ray nor torch.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -212,8 +211,8 @@ class Layout(msgspec.Struct, frozen=True):
         """The tensors of a vector that have rows and columns; what has more dimensions is a matrix of its first by the rest."""
         found: list[Matrix] = []
         for tensor in self.tensors if cut.rows else ():
-            if tensor.vector == vector.name and len(tensor.shape) > 1 and math.prod(tensor.shape):
-                columns = math.prod(tensor.shape[1:]) * (2 if tensor.dtype.startswith("complex") else 1)
+            if tensor.vector == vector.name and len(tensor.shape) > 1 and 0 not in tensor.shape:
+                columns = int(np.prod(tensor.shape[1:])) * (2 if tensor.dtype.startswith("complex") else 1)
                 found.append(Matrix(tensor.offset, tensor.shape[0], columns))
         return found
 
@@ -245,3 +244,8 @@ def rows_between(matrices: Sequence[Matrix], start: int, stop: int) -> tuple[tup
         if last > first:
             found.append((matrix.offset + first * matrix.columns - start, last - first, matrix.columns))
     return tuple(found)
+
+
+def as_bytes(values: NDArray[Any]) -> memoryview:
+    """The bytes of a contiguous array, without a copy."""
+    return values.view(np.uint8).data if values.size else memoryview(b"")

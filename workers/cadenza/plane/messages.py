@@ -68,7 +68,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 # --- worker <-> shard ------------------------------------------------------------------------------
 
 
-class Units(Message, frozen=True, array_like=True):
+class Units(Message, frozen=True, omit_defaults=True):
     """Consecutive units of an update on its way to a shard, or of the answer on its way back. One-way.
 
     The body is the units' values, encoded: deltas, or in sync mode mean gradients (buffers are always deltas);
@@ -271,7 +271,6 @@ class Decision(Message, frozen=True):
     """The version after it; it grows by one exactly where ``parts`` is not empty."""
     parts: tuple[Part, ...] = ()
     """In member order, which is the order of summation."""
-    discard: tuple[Key, ...] = ()
     replies: tuple[Reply, ...] = ()
     present: bytes = b""
     """sync mode: which parameters got a gradient from anyone."""

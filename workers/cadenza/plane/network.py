@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cadenza.plane.codecs import CODECS, as_bytes
-from cadenza.plane.connection import Buffer, Connection, NoRequests, Pending, RefusedError
-from cadenza.plane.layout import NUMPY_TYPES, Layout, Slice
+from cadenza.plane.codecs import Compressor
+from cadenza.plane.connection import Buffer, Connection, Pending
+from cadenza.plane.control import CONTROL_TIMEOUT_S, Control, expect
+from cadenza.plane.flights import NetworkFlight, NetworkStream
+from cadenza.plane.holdings import Holdings
+from cadenza.plane.layout import NUMPY_TYPES, Layout, Slice, as_bytes
 from cadenza.plane.link import Arrays, LinkError, Timings
 from cadenza.plane.messages import (
     BUCKETS,
     SYNC_BOUNDS_S,
     Answer,
     Done,
-    Ended,
     Evaluating,
     Exhausted,
-    Failed,
     Finish,
     Finished,
     Join,
     Joined,
     Lease,
     Leased,
-    Log,
     Message,
     Notice,
     Publish,
@@ -37,15 +37,13 @@ from cadenza.plane.messages import (
     Ready,
     Report,
     Request,
-    Stream,
     SyncPhase,
     Telemetry,
 )
+from cadenza.plane.shard_end import Incoming, ShardEnd
 from cadenza.plane.transport import connect
+from cadenza.plane.units import Unit
 from cadenza.plane.wire import Identity, ProtocolError, Role
-
-CONTROL_TIMEOUT_S = 60.0
-"""A control call is one small message each way; a coordinator that needs longer is lost."""
 
 SLACK_S = 30.0
 """How much longer than the coordinator a worker waits, so that the coordinator's better-informed error comes first."""
@@ -53,96 +51,6 @@ SLACK_S = 30.0
 TELEMETRY_INTERVAL_S = 0.5
 
 MOST_REPLAYED_ROUNDS = 1_024
-
-_Reply = TypeVar("_Reply", bound=Message)
-
-
-class Control:
-    """A worker's connection to the coordinator. Thread-safe."""
-
-    def __init__(self, connection: Connection, worker: int, incarnation: int, key: bytes) -> None:
-        self.worker = worker
-        self.incarnation = incarnation
-        self.key = key
-        self._connection = connection
-
-    @classmethod
-    def connect(
-        cls, host: str, port: int, key: bytes, *, worker: int, incarnation: int, timeout_s: float = 10.0
-    ) -> Control:
-        """Connect to the job's coordinator.
-
-        Raises:
-            ConnectionError: it cannot be reached, or refuses; the text says why.
-        """
-        handler = _EndingOthers()
-        identity = Identity(Role.WORKER, worker, incarnation)
-        connection = connect(host, port, key, identity, handler, peer="the coordinator", timeout_s=timeout_s)
-        control = cls(connection.start(), worker, incarnation, key)
-        control._handler = handler
-        return control
-
-    _handler: _EndingOthers
-
-    def close_with(self, connection: Connection) -> None:
-        """When the coordinator is gone, end ``connection`` too, so that nobody waits on it for a round that cannot come."""
-        self._handler.others.append(connection)
-        if self._connection.closed:
-            connection.close()
-
-    def ask(self, message: Message, reply: type[_Reply], timeout_s: float = CONTROL_TIMEOUT_S) -> _Reply:
-        """Send ``message`` and wait for a reply of the given type; raises LinkError."""
-        return _expect(self._connection.call(message), reply, timeout_s)
-
-    def ask_either(self, message: Message, timeout_s: float = CONTROL_TIMEOUT_S) -> Message:
-        """Send ``message`` and wait for a reply of whatever type; raises LinkError."""
-        return _result(self._connection.call(message), timeout_s)
-
-    def tell(self, message: Message) -> None:
-        """Send a one-way message; it is lost if the connection ends."""
-        self._connection.send(message)
-
-    def failed(self, failure: Failed) -> None:
-        """Report that this worker failed, and wait until the report is on its way."""
-        self.tell(failure)
-        self.flush()
-
-    def log(self, lines: Sequence[tuple[float, Stream, str]]) -> None:
-        """Pass printed lines on: seconds since the Unix epoch, stream, text."""
-        self.tell(Log(tuple(lines)))
-
-    def notice(
-        self, kind: str, message: str, severity: Literal["info", "warning", "error"] = "info", **data: Any
-    ) -> None:
-        """Make an event."""
-        self.tell(Notice(kind, message, severity, data))
-
-    def flush(self, timeout_s: float = 5.0) -> None:
-        """Wait until what was told is handed to the kernel."""
-        self._connection.flush(timeout_s)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._connection.close()
-
-
-class _EndingOthers(NoRequests):
-    """Ends the data connections when the control connection ends or the coordinator says that the attempt did."""
-
-    def __init__(self) -> None:
-        self.others: list[Connection] = []
-
-    def handle(self, connection: Connection, call: int, message: Message) -> None:
-        if not isinstance(message, Ended):
-            raise ProtocolError(f"the coordinator sent {type(message).__name__}")
-        reason = ConnectionError(f"the job failed: {message.reason}")
-        for other in list(self.others):
-            other.close(reason)
-        connection.close(reason)
-
-    def closed(self, connection: Connection, error: Exception | None) -> None:
-        for other in list(self.others):
-            other.close(ConnectionError("the connection to the coordinator ended"))
 
 
 class NetworkLink:
@@ -156,7 +64,10 @@ class NetworkLink:
         self._control = control
         self._layout: Layout | None = None
         self._joined: Joined | None = None
-        self._shards: list[Connection] = []
+        self._ends: list[ShardEnd] = []
+        self._packed: list[set[int]] = []
+        """By shard, units of the next update that travel packed."""
+        self._changes: dict[str, NDArray[Any]] = {}
         self._replayed: dict[str, dict[int, NDArray[Any]]] = {}
         """By vector and shard, each of shape [rounds, slice length]."""
         self._phases: dict[SyncPhase, tuple[list[int], float]] = {
@@ -166,11 +77,11 @@ class NetworkLink:
 
     @property
     def push_bytes(self) -> int:
-        return sum(shard.sent_bytes for shard in self._shards)
+        return sum(end.connection.sent_bytes for end in self._ends)
 
     @property
     def pull_bytes(self) -> int:
-        return sum(shard.received_bytes for shard in self._shards)
+        return sum(end.connection.received_bytes for end in self._ends)
 
     def join(self, layout: Layout, *, node: str, device: str) -> Joined:
         if self._joined is not None:
@@ -180,54 +91,96 @@ class NetworkLink:
             )
         # The coordinator has the deadline for joining, and ends the connection when it has passed.
         joined = self._control.ask(Join(layout, node, device), Joined, timeout_s=24 * 3600.0)
-        identity = Identity(Role.WORKER, self.worker, self._control.incarnation)
+        lengths = {vector.name: vector.length for vector in layout.vectors if vector.role == "parameters"}
+        self.compressor = Compressor(joined.codec, lengths, seed=joined.seed, worker=self.worker)
         for number, (host, port) in enumerate(joined.shards):
-            try:
-                shard = connect(
-                    host,
-                    port,
-                    self._control.key,
-                    identity,
-                    peer=f"shard {number}",
-                    timeout_s=CONTROL_TIMEOUT_S,
-                )
-            except ConnectionError as error:
-                raise LinkError(str(error)) from error
-            self._shards.append(shard.start())
-            self._control.close_with(shard)
+            holdings = Holdings(layout, joined.cut, number)
+            end = ShardEnd(number, holdings, self.compressor, joined.seed)
+            end.connection = self._connect(end, host, port)
+            self._ends.append(end)
+        self._packed = [set() for _ in self._ends]
+        self._changes = self._memory_for_changes(layout, joined)
         self._layout, self._joined = layout, joined
         return joined
 
+    def _connect(self, end: ShardEnd, host: str, port: int) -> Connection:
+        identity = Identity(Role.WORKER, self.worker, self._control.incarnation)
+        peer = f"shard {end.number}"
+        try:
+            connection = connect(
+                host, port, self._control.key, identity, end, peer=peer, timeout_s=CONTROL_TIMEOUT_S
+            )
+        except ConnectionError as error:
+            raise LinkError(str(error)) from error
+        end.connection = connection
+        self._control.close_with(connection.start())
+        return connection
+
+    def _memory_for_changes(self, layout: Layout, joined: Joined) -> dict[str, NDArray[Any]]:
+        """Outside sync mode, encoded answers are changes, which count once the round is decided."""
+        if joined.mode == "sync" or not self._ends:
+            return {}
+        holdings = self._ends[0].holdings
+        return {
+            vector.name: np.zeros(vector.length, NUMPY_TYPES[vector.dtype])
+            for vector in layout.vectors
+            if holdings.answered_encoded(vector.name, joined.codec)
+        }
+
     def publish(self, vectors: tuple[str, ...], values: Arrays) -> None:
         calls = []
-        for number, shard in enumerate(self._shards):
-            bodies = [
-                as_bytes(values[part.vector][part.start : part.stop])
-                for part in self._slices(number, vectors)
-            ]
-            calls.append(shard.call(Publish(vectors), bodies))
+        for end in self._ends:
+            parts = self._parts(end, vectors)
+            bodies = [as_bytes(piece) for part in parts for piece in part.pieces(values[part.vector])]
+            calls.append(end.connection.call(Publish(vectors), bodies))
         for call in calls:
-            _expect(call, Done, self._answer_timeout_s())
+            expect(call, Done, self._answer_timeout_s())
 
     def ready(self) -> None:
         self._control.ask(Ready(), Done)
 
-    def exchange(self, request: Request, values: Arrays, into: Arrays) -> Answer:
-        self._replayed = {}
+    def units(self, vector: str) -> list[Unit]:
+        layout, joined = self._job()
+        return layout.units(joined.cut, vector)
+
+    def sparse(self, vector: str, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            shard, position = self._owner(vector, number)
+            self._packed[shard].add(position)
+
+    def begin(self, request: Request, values: Arrays, into: Arrays) -> NetworkFlight:
         begun_at = time.monotonic()
-        calls = [self._call(number, request, values, into) for number in range(len(self._shards))]
-        answers = [_expect(call, Answer, self._answer_timeout_s()) for call in calls]
-        if any(answer.note != answers[0].note or answer.content != answers[0].content for answer in answers):
-            raise LinkError(
-                "the shards answered one request with different rounds; this is a bug, please report it"
-            )
-        self._time(begun_at, calls)
-        rounds = len(answers[0].present) if answers[0].content == "gradients" else 1
-        self.raw_pull_bytes += rounds * self._size_bytes(answers[0].vectors)
-        return answers[0]
+        incoming = self._await_values(request, into)
+        packed, self._packed = self._packed, [set() for _ in self._ends]
+        calls = []
+        for end, zeros in zip(self._ends, packed, strict=True):
+            if request.kind == "update":
+                calls.append(end.update(request, values, zeros))
+            else:
+                calls.append(end.connection.call(request, into=self._whole(end, into)))
+        return self._flight(request, calls, incoming, begun_at)
+
+    def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> NetworkStream:
+        begun_at = time.monotonic()
+
+        def close(request: Request) -> NetworkFlight:
+            incoming = self._await_values(request, into)
+            calls = [end.connection.call(request) for end in self._ends]
+            return self._flight(request, calls, incoming, begun_at)
+
+        return NetworkStream(seq, base_version, values, self._ends, self._owner, close)
 
     def replayed(self, vector: str) -> NDArray[Any]:
-        return np.concatenate([piece for _, piece in sorted(self._replayed[vector].items())], axis=1)
+        layout, _ = self._job()
+        (whole,) = layout.named([vector])
+        rows = next(iter(self._replayed[vector].values())).shape[0]
+        values = np.empty((rows, whole.length), NUMPY_TYPES[whole.dtype])
+        for number, mine in self._replayed[vector].items():
+            start = 0
+            for piece in self._ends[number].holdings.slices[vector].units:
+                values[:, piece.start : piece.stop] = mine[:, start : start + piece.length]
+                start += piece.length
+        return values
 
     def lease(self, request: Lease) -> Leased | Exhausted:
         reply = self._control.ask_either(request)
@@ -278,35 +231,68 @@ class NetworkLink:
 
     def close(self) -> None:
         """End the data connections; the control connection belongs to whoever made it."""
-        for shard in self._shards:
-            shard.close()
+        for end in self._ends:
+            end.connection.close()
 
-    # --- one shard ---
+    # --- one request ---
 
-    def _slices(self, shard: int, vectors: tuple[str, ...]) -> list[Slice]:
+    def _job(self) -> tuple[Layout, Joined]:
         assert self._layout is not None, "join comes first"
-        return self._layout.slices(shard, len(self._shards), vectors)
+        assert self._joined is not None, "join comes first"
+        return self._layout, self._joined
 
-    def _call(self, number: int, request: Request, values: Arrays, into: Arrays) -> Pending:
-        bodies: list[Buffer] = []
+    def _await_values(self, request: Request, into: Arrays) -> list[Incoming]:
+        """Be ready for the answer's values: one that comes to a request which is not open ends the connection."""
+        self._replayed = {}
+        _, joined = self._job()
+        changes = self._changes if joined.mode != "sync" else {}
+        incoming = [Incoming(request.seq, into, changes) for _ in self._ends]
+        for end, expected in zip(self._ends, incoming, strict=True):
+            end.incoming = expected
+        return incoming
+
+    def _flight(
+        self, request: Request, calls: list[Pending], incoming: list[Incoming], begun_at: float
+    ) -> NetworkFlight:
+        layout, _ = self._job()
         if request.kind == "update":
-            codec = CODECS[request.codec]
-            parts = self._slices(number, request.vectors)
-            bodies = [codec.encode(values[part.vector][part.start : part.stop], part) for part in parts]
-            self.raw_push_bytes += sum(part.size_bytes for part in parts)
-        return self._shards[number].call(request, bodies, self._destination(number, into))
+            self.raw_push_bytes += _size_bytes(layout, request.vectors)
 
-    def _destination(self, number: int, into: Arrays) -> Callable[[Message, int], Sequence[Buffer]]:
-        """Where shard ``number``'s answer goes: its slices of the arrays, in layout order."""
+        def landed(answer: Answer) -> None:
+            rounds = len(answer.present) if answer.content == "gradients" else 1
+            self.raw_pull_bytes += rounds * _size_bytes(layout, answer.vectors)
+
+        return NetworkFlight(
+            calls,
+            incoming,
+            begun_at=begun_at,
+            timeout_s=self._answer_timeout_s(),
+            timings=self.timings,
+            landed=landed,
+        )
+
+    def _owner(self, vector: str, number: int) -> tuple[int, int]:
+        """The shard that owns a unit, and the unit's position among all that travel there."""
+        layout, joined = self._job()
+        (whole,) = layout.named([vector])
+        shard, own = joined.cut.owner(whole, number)
+        return shard, self._ends[shard].holdings.position(vector, own)
+
+    # --- whole vectors, of a fetch ---
+
+    def _parts(self, end: ShardEnd, vectors: tuple[str, ...]) -> list[Slice]:
+        return [part for name, part in end.holdings.slices.items() if name in vectors]
+
+    def _whole(self, end: ShardEnd, into: Arrays) -> Callable[[Message, int], Sequence[Buffer]]:
+        """Where a shard's answer to a fetch goes: its slices of the arrays, in layout order."""
 
         def destination(message: Message, length: int) -> Sequence[Buffer]:
-            if not isinstance(message, Answer) or message.codec != "fp32":
-                raise ProtocolError(f"shard {number} answered with something unexpected")
-            parts = self._slices(number, message.vectors)
+            if not isinstance(message, Answer):
+                raise ProtocolError(f"shard {end.number} answered with something unexpected")
+            parts = self._parts(end, message.vectors)
             if message.content == "gradients":
-                return self._replay_buffers(number, parts, len(message.present), length)
-            buffers = [as_bytes(into[part.vector][part.start : part.stop]) for part in parts]
-            return [buffer for buffer in buffers if buffer.nbytes]
+                return self._replay_buffers(end.number, parts, len(message.present), length)
+            return [as_bytes(piece) for part in parts for piece in part.pieces(into[part.vector])]
 
         return destination
 
@@ -324,23 +310,11 @@ class NetworkLink:
         buffers = [as_bytes(arrays[part.vector][index]) for index in range(rounds) for part in parts]
         return [buffer for buffer in buffers if buffer.nbytes]
 
-    def _size_bytes(self, vectors: tuple[str, ...]) -> int:
-        assert self._layout is not None, "join comes first"
-        return sum(vector.length * vector.itemsize for vector in self._layout.named(vectors))
-
     def _answer_timeout_s(self) -> float:
-        assert self._joined is not None, "join comes first"
-        return self._joined.round_timeout_s + SLACK_S
+        _, joined = self._job()
+        return joined.round_timeout_s + SLACK_S
 
     # --- time ---
-
-    def _time(self, begun_at: float, calls: list[Pending]) -> None:
-        # A reply can come before the sender thread has noted that its last byte left.
-        sent_at = max(call.sent_at or begun_at for call in calls)
-        answered_at = max(min(call.begun_at for call in calls), sent_at)
-        self.timings.send = max(sent_at - begun_at, 0.0)
-        self.timings.wait = answered_at - sent_at
-        self.timings.receive = time.monotonic() - answered_at
 
     def _observe(self, phase: SyncPhase, seconds: float) -> None:
         counts, total = self._phases[phase]
@@ -349,15 +323,5 @@ class NetworkLink:
         self._phases[phase] = (counts, total + seconds)
 
 
-def _result(call: Pending, timeout_s: float) -> Message:
-    try:
-        return call.result(timeout_s)
-    except (TimeoutError, RefusedError, ConnectionError) as error:
-        raise LinkError(str(error)) from error
-
-
-def _expect(call: Pending, reply: type[_Reply], timeout_s: float) -> _Reply:
-    result = _result(call, timeout_s)
-    if not isinstance(result, reply):
-        raise LinkError(f"{call.peer} answered with {type(result).__name__} instead of {reply.__name__}")
-    return result
+def _size_bytes(layout: Layout, vectors: Iterable[str]) -> int:
+    return sum(vector.length * vector.itemsize for vector in layout.named(vectors))

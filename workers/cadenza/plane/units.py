@@ -1,4 +1,7 @@
-"""The pieces in which vectors travel."""
+"""What is encoded, sent and decoded at a time: a short run of one vector's elements.
+
+This module imports neither ray nor torch.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,23 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """Consecutive elements of a vector: what is encoded, sent, summed and answered at a time."""
+    """Elements ``start`` to ``stop`` of one vector. Both ends know it; it never travels."""
 
     vector: str
+    """Name of the vector, role and element type, such as ``parameters.float32``."""
     number: int
-    """In the whole vector, from 0."""
+    """Counts the units of the whole vector, from 0."""
     start: int
-    """Elements of the whole vector."""
     stop: int
     matrices: tuple[tuple[int, int, int], ...] = ()
-    """Whole matrix rows that lie inside: offset in the unit, rows, columns."""
+    """(offset in the unit, rows, columns) of whole matrix rows that lie inside the unit, in order."""
 
     @property
     def length(self) -> int:
         """Elements."""
         return self.stop - self.start
+
+    @property
+    def dtype(self) -> str:
+        """The vector's element type, a key of ``layout.NUMPY_TYPES``."""
+        return self.vector.rpartition(".")[2]

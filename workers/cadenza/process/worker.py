@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from cadenza.plane.control import Control
 from cadenza.plane.layout import Layout
-from cadenza.plane.link import Arrays
-from cadenza.plane.messages import Answer, Failed, Joined, Request
-from cadenza.plane.network import Control, NetworkLink
+from cadenza.plane.messages import Failed, Joined
+from cadenza.plane.network import NetworkLink
 from cadenza.process.entrypoint import load
 from cadenza.process.failures import failure_of
 from cadenza.process.output import Output, captured
@@ -108,18 +108,13 @@ class ObservedLink(NetworkLink):
         self.joined = True
         return joined
 
-    def exchange(self, request: Request, values: Arrays, into: Arrays) -> Answer:
-        answer = super().exchange(request, values, into)
-        self.steps += request.steps
-        return answer
-
     def telemetry(
         self, *, steps: int, samples: int, compute_seconds: float, apply_seconds: float | None
     ) -> None:
         super().telemetry(
             steps=steps, samples=samples, compute_seconds=compute_seconds, apply_seconds=apply_seconds
         )
-        self.steps = max(self.steps, steps)  # Those since the latest exchange are in it.
+        self.steps = steps
 
     def finish(self) -> bool:
         last = super().finish()

@@ -1,4 +1,4 @@
-"""Each codec: exact sizes, exact values where it promises them, and no trust in the bytes of a peer."""
+"""Each slice codec: exact sizes, exact values where it promises them, and no trust in the bytes of a peer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cadenza.plane.codecs import AUTO, CODECS, Codec, as_bytes
+from cadenza.plane.codecs import AUTO, CODECS, SliceCodec, as_bytes
 from cadenza.plane.layout import NUMPY_TYPES, Slice, accumulator
 from cadenza.plane.wire import ProtocolError
 
@@ -26,7 +26,7 @@ def values_of(length: int, dtype: str) -> NDArray[Any]:
 
 
 @pytest.fixture(params=sorted(CODECS))
-def codec(request: pytest.FixtureRequest) -> Codec:
+def codec(request: pytest.FixtureRequest) -> SliceCodec:
     return CODECS[request.param]
 
 
@@ -37,7 +37,7 @@ def test_every_codec_is_known_by_its_own_name() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [0, 1, 2, 1_001])
-def test_an_encoded_slice_has_the_size_that_was_announced(codec: Codec, dtype: str, length: int) -> None:
+def test_an_encoded_slice_has_the_size_that_was_announced(codec: SliceCodec, dtype: str, length: int) -> None:
     part = part_of(length, dtype)
     data = codec.encode(values_of(length, dtype), part)
     assert data.nbytes == codec.size_bytes(part)

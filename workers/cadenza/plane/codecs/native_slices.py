@@ -1,6 +1,6 @@
-"""How vectors become bytes and back: the seam where compression goes.
+"""How slices become bytes and back, whole and in their own type.
 
-A codec works on one shard's slice of one vector. The only one so far is ``fp32``, which sends each value in
+A slice codec works on one shard's slice of one vector. The only one so far is ``fp32``, which sends each value in
 the parameters' own type (bfloat16 as two bytes, float64 as eight). Decoding never trusts a size from the
 wire: the receiver computes what it expects from the slice alone.
 """
@@ -16,7 +16,7 @@ from cadenza.plane.layout import NUMPY_TYPES, Slice, accumulator
 from cadenza.plane.wire import ProtocolError
 
 
-class Codec(Protocol):
+class SliceCodec(Protocol):
     """One way to encode a slice of a vector."""
 
     name: str
@@ -58,8 +58,8 @@ def as_bytes(values: NDArray[np.generic]) -> memoryview:
     return values.view(np.uint8).data if values.size else memoryview(b"")
 
 
-CODECS: dict[str, Codec] = {"fp32": Native()}
-"""All codecs by the name that specs and messages use."""
+CODECS: dict[str, SliceCodec] = {"fp32": Native()}
+"""All slice codecs by the name that specs and messages use."""
 
 AUTO = "fp32"
 """What ``codec: auto`` chooses."""
