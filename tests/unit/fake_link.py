@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from cadenza.plane.layout import Cut, Layout
 from cadenza.plane.link import Arrays, Timings
-from cadenza.plane.messages import Answer, Content, Exhausted, Joined, Lease, Leased, Note, Notice, Overlap, Request
+from cadenza.plane.messages import (
+    Answer,
+    Content,
+    Exhausted,
+    Joined,
+    Lease,
+    Leased,
+    Note,
+    Notice,
+    Overlap,
+    Request,
+)
 from cadenza.plane.units import Unit
 
 Array = NDArray[Any]
