@@ -69,7 +69,7 @@ class FakeStream:
     def __init__(self, link: FakeLink, seq: int, values: Arrays, into: Arrays) -> None:
         self._link, self._seq, self._values, self._into = link, seq, values, into
         self._left: dict[str, Array] = {name: np.full_like(array, 77) for name, array in values.items()}
-        self._due: deque[tuple[Unit, Callable[[], None] | None]] = deque()
+        self._due: deque[tuple[Unit, Callable[[], None] | None, bytes]] = deque()
         self._gone: set[Unit] = set()
         self.closed = False
 
@@ -77,7 +77,7 @@ class FakeStream:
         assert not self.closed
         unit = self._link.units(vector)[number]
         self._link.streamed.append((vector, number))
-        self._due.append((unit, ready))
+        self._due.append((unit, ready, self._now(unit).tobytes()))
         if len(self._due) > 1:
             self._leave()
 
@@ -94,14 +94,19 @@ class FakeStream:
         return self._link.depart(request, self._left, self._into)
 
     def _leave(self) -> None:
-        unit, ready = self._due.popleft()
+        unit, ready, before = self._due.popleft()
         if ready is not None:
             ready()
+        else:
+            assert self._now(unit).tobytes() == before, f"{unit} was changed while it was on its way"
         self._take(unit)
+
+    def _now(self, unit: Unit) -> Array:
+        return self._values[unit.vector][unit.start : unit.stop]
 
     def _take(self, unit: Unit) -> None:
         self._gone.add(unit)
-        self._left[unit.vector][unit.start : unit.stop] = self._values[unit.vector][unit.start : unit.stop]
+        self._left[unit.vector][unit.start : unit.stop] = self._now(unit)
 
 
 class FakeLink:

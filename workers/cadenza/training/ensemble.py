@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.optim import Optimizer
 
 from cadenza.plane.link import Link
@@ -68,7 +70,35 @@ class Ensemble:
         self._stepper.settle()
         self._meter.resume()
 
+    def open(self, stepping: Callable[[], bool]) -> None:
+        """The loop begins.
+
+        Args:
+            stepping: whether the session will make the step that a backward pass belongs to, so that it will find the
+                gradients as they were computed.
+        """
+        # A scaler's gradients are unscaled in the step, and where they overflowed they are not sent at all.
+        if isinstance(self._averaging, GradientAveraging) and not self._stepper.scaled:
+            self._averaging.open(lambda: stepping() and self._evaluation.state is Asked.NO)
+
+    def close(self) -> None:
+        """The loop is over, in whichever way."""
+        if isinstance(self._averaging, GradientAveraging):
+            self._averaging.close()
+
     # --- a step ---
+
+    def accumulate(self, inside: bool) -> None:
+        """The loop enters or leaves a block in which gradients only add up."""
+        if inside:
+            self.come_back()
+        if isinstance(self._averaging, GradientAveraging):
+            self._averaging.accumulate(inside)
+
+    def micro_batch(self) -> None:
+        """The loop has counted a micro-batch in such a block."""
+        if isinstance(self._averaging, GradientAveraging):
+            self._averaging.micro_batch()
 
     def begin_step(self) -> None:
         """The model is about to change: a call to evaluate it that was not heeded lapses."""
@@ -185,6 +215,7 @@ class Ensemble:
 
     def finish(self) -> None:
         """Contribute what is pending and leave the rounds."""
+        self.close()
         self.come_back()
         if isinstance(self._averaging, WeightAveraging):
             self._contribute_rest(self._averaging)
