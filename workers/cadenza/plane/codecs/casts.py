@@ -40,7 +40,7 @@ class Fp32(Format):
 
 
 class Bf16(Format):
-    """``bf16``: the upper half of each float32, rounded to nearest even; 2 bytes, relative error 2⁻⁹."""
+    """``bf16``: the upper half of each float32, rounded to nearest even; 2 bytes, relative error 2⁻⁸."""
 
     name = "bf16"
 

@@ -23,8 +23,7 @@ State = dict[str, NDArray[Any] | str]
 class Compressor:
     """Encodes a worker's units, with error feedback where the codec is biased.
 
-    Different units may be encoded by different threads at the same time; ``switch`` and ``load_state_dict`` only
-    between rounds.
+    Different units may be encoded by different threads at the same time; all else only between rounds.
 
     Args:
         codec_name: such as ``int8`` or ``topk:0.01``.
@@ -109,7 +108,8 @@ class Compressor:
         codec = codec_named(codec_name)
         if codec.biased:
             self._allocate(self._residual)
-        if isinstance(codec, Dgc):
+        # A server's answers have their momentum already: for them DGC is top-k with error feedback.
+        if isinstance(codec, Dgc) and self._worker >= 0:
             self._allocate(self._momentum)
         else:
             self._momentum.clear()

@@ -29,7 +29,7 @@ from cadenza.plane.units import Unit
 
 
 class Qsgd(Format):
-    """``qsgd:s``: v_i becomes ‖v‖₂ · sign(v_i) · ξ_i / s with ξ_i = ⌊s|v_i|/‖v‖₂ + U[0,1)⌋.
+    """``qsgd:s``: v_i becomes ‖v‖₂ · ξ_i / s with ξ_i = ⌊s v_i / ‖v‖₂ + U[0,1)⌋.
 
     Unbiased; E‖Q(v) - v‖² ≤ min(d/s², √d/s) ‖v‖². Alistarh et al. 2017, arXiv 1610.02132.
     The norm is that of the unit; each value has ⌈log₂(2s+1)⌉ bits, in planes: 4 + ⌈log₂(2s+1)⌉·⌈d/8⌉ bytes.
@@ -66,7 +66,7 @@ class Qsgd(Format):
         symbols = unpack_planes(bits, unit.length)
         if symbols.max(initial=0) > 2 * self._levels:
             raise self.never(unit, f"a level above {self._levels}")
-        levels = np.subtract(symbols, self._levels, out=scratch("levels", unit.length), casting="unsafe")
+        levels = np.subtract(symbols, np.float32(self._levels), out=scratch("levels", unit.length))
         np.multiply(levels, scale[0] / np.float32(self._levels), out=out)
 
 
