@@ -17,8 +17,8 @@ from tests.unit.awkward import KINDS, Kind, groups, same, state_of
 
 State = dict[str, Tensor]
 
-WORKERS = 3
-SAMPLES = 1200
+WORKERS = 2
+SAMPLES = 384
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +62,10 @@ def run(sync: dict[str, Any], **spec: Any) -> tuple[list[State], Any, dict[str, 
     ],
     ids=["auto", "on", "mixed", "ssp", "async"],
 )
-@pytest.mark.parametrize("evaluation", [{}, {"every_samples": 200}], ids=["", "evaluating"])
 def test_every_sample_is_committed_once_and_the_last_worker_ends_with_the_committed_weights(
-    sync: dict[str, Any], evaluation: dict[str, Any]
+    sync: dict[str, Any],
 ) -> None:
-    states, job, vectors = run(sync, evaluation=evaluation)
+    states, job, vectors = run(sync, evaluation={"every_samples": 100})
     assert (job.phase, job.progress.samples) == ("completed", SAMPLES)
     committed = torch.tensor(vectors["parameters.float32"])
     ends = [
@@ -108,7 +107,7 @@ def test_a_poisoned_batch_ends_in_finite_weights_and_its_samples_are_accounted_f
 # --- streaming ---
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", ["convolution", "mixed", "shapes", "unused"])
 def test_streamed_gradients_give_the_same_bits_as_gradients_after_the_backward_pass(name: str) -> None:
     kind = KINDS[name]
 

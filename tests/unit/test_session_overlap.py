@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from cadenza.plane.messages import Leased, Span
+from cadenza.training.device import DirectCopies, LateCopies
 from cadenza.training.overlap import AT_ONCE, OverlapPlan, plan_overlap
 from cadenza.training.session import Session
 from tests.unit.fake_link import FakeLink
@@ -412,9 +414,10 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
-def test_auto_repeats_to_the_bit_whenever_answers_come() -> None:
+def test_auto_repeats_to_the_bit_whenever_answers_and_copies_come(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for arrives_after in (0, 1, 5):
+    for arrives_after, copies in itertools.product((0, 1, 5), (DirectCopies, LateCopies)):
+        monkeypatch.setattr("cadenza.training.flat.copies_for", lambda tensors, made=copies: made())
         link = FakeLink("local", local_steps=8, overlap="auto")
         link.late = True
         torch.manual_seed(3)
