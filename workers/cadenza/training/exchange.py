@@ -70,11 +70,6 @@ class Exchanger:
             self._stream = self._link.stream(self._seq, self.note.version, values, into)
         return self._stream
 
-    @property
-    def under_way(self) -> bool:
-        """Whether an answer is still to be taken."""
-        return self._flight is not None
-
     def landed(self) -> bool:
         """Whether the answer to what is under way is there."""
         return self._flight is not None and self._flight.landed()
