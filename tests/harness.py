@@ -53,6 +53,7 @@ class LocalCluster:
                 join_timeout_s=join_timeout_s,
                 round_timeout_s=round_timeout_s,
                 host=HOST,
+                groups=spec.sync.groups or 1,
             )
         )
         self.coordinator.connect_shards([shard.address for shard in self.shards])

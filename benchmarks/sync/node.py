@@ -16,6 +16,7 @@ from typing import Any
 from cadenza.plane.control import Control
 from cadenza.plane.network import NetworkLink
 from cadenza.spec import JobSpec
+from cadenza_service.coordination import terms
 from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
 from cadenza_service.servers.shard import ShardServer
 
@@ -38,16 +39,19 @@ class Node:
         self, host: str, key: str, spec: Order, workers: int, shards: list[tuple[str, int]]
     ) -> Order:
         """Serve the coordinator of a job; answers with its address."""
+        checked = JobSpec.model_validate({"name": "benchmark", "entrypoint": "module:train", **spec})
         config = CoordinatorConfig(
             job_id="benchmark",
             epoch=1,
             key=bytes.fromhex(key),
-            spec=JobSpec.model_validate({"name": "benchmark", "entrypoint": "module:train", **spec}),
+            spec=checked,
             workers=tuple(range(workers)),
             incarnation=1,
             join_timeout_s=120.0,
             round_timeout_s=120.0,
             host=host,
+            groups=terms.groups(checked, dedicated=False),
+            congestion_control=os.environ.get("CADENZA_CONGESTION_CONTROL", "auto"),
         )
         server = CoordinatorServer(config)
         server.connect_shards([(str(host), int(port)) for host, port in shards])

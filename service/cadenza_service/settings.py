@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from cadenza.plane.congestion import Setting as CongestionControl
 from cadenza_service.loopback import is_loopback
 
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -45,6 +46,10 @@ class Settings(BaseSettings):
 
     round_timeout_s: float = Field(600, gt=0)
     """How long a round waits for a worker before the job fails, naming it."""
+
+    congestion_control: CongestionControl = CongestionControl.AUTO
+    """How connections between hosts share slow links: auto is cubic, else reno, else bbr with pacing, whichever the
+    processes may choose first; or one of these by name."""
 
     join_timeout_s: float = Field(120, gt=0)
     """How long the first worker that joins a job waits for the last."""

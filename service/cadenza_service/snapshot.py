@@ -47,6 +47,25 @@ class Histogram(Part):
         self.sum += other.sum
 
 
+class LinkStatus(Part):
+    """A worker's link to the parameter servers on other hosts, as its latest synchronisations showed it."""
+
+    goodput_bytes_per_second: float
+    """Of updates: acknowledged bytes over busy time."""
+    rtt_seconds: float
+    """Under load."""
+    queueing_delay_seconds: float
+    congestion: float
+    """0, as good as the link was lately, to 1."""
+    retransmits: int
+    """Segments that the worker sent again, since it joined."""
+    cause: str
+    """What took the time of the latest synchronisation: none, slow_shard, slow_worker, network_congested, lower_rate or
+    loss."""
+    reason: str
+    """The same in a sentence with numbers."""
+
+
 class WorkerStatus(Part):
     """One worker as the coordinator sees it."""
 
@@ -62,6 +81,8 @@ class WorkerStatus(Part):
     """Steps in its latest contribution."""
     compute_seconds: float = 0.0
     """Seconds outside synchronisation, while training."""
+    link: LinkStatus | None = None
+    """None while nothing is known, or where nothing leaves the worker's host."""
 
 
 class Progress(Part):

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.netlab import make_network
 from tests.integration.support import Service
+
+__all__ = ["make_network", "service"]
 
 
 @pytest.fixture(scope="module")

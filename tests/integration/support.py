@@ -46,6 +46,13 @@ class Service:
         empty = folder / "run"
         empty.mkdir(parents=True)
         os.chdir(empty)  # Ray puts the current folder on the path of every process.
+        self._start_ray(self._ray_folder)
+        self.controller = start_controller(self.settings)
+        self.store = Store.open(self.settings)
+        self.storage = Storage(self.settings.storage_path)
+
+    def _start_ray(self, folder: str) -> None:
+        """Start Ray with its files in ``folder``, and connect to it."""
         ray.init(
             num_cpus=CPUS,
             num_gpus=GPUS,
@@ -53,11 +60,8 @@ class Service:
             log_to_driver=False,
             logging_level="ERROR",
             _node_ip_address="127.0.0.1",
-            _temp_dir=self._ray_folder,
+            _temp_dir=folder,
         )
-        self.controller = start_controller(self.settings)
-        self.store = Store.open(self.settings)
-        self.storage = Storage(self.settings.storage_path)
 
     def close(self) -> None:
         """End what was started."""

@@ -254,11 +254,13 @@ def test_training_in_float8_is_refused_by_name() -> None:
         FlatModel(model, torch.optim.SGD(model.parameters()))
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    model = nn.Embedding(4, 2, sparse=True)
+def test_a_gradient_that_is_sparse_otherwise_than_by_rows_is_refused_by_name() -> None:
+    model = nn.Linear(4, 2, bias=False)
     flat = flat_of(model)
-    model(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"the gradient of weight is sparse.*sparse=False"):
+    model.weight.grad = torch.eye(2, 4).to_sparse()
+    with pytest.raises(
+        ValueError, match=r"the gradient of weight has layout sparse_coo .*not sparse by rows"
+    ):
         flat.gather_gradients(flat.vectors(flat.layout.travelling()))
 
 

@@ -103,6 +103,17 @@ def test_a_link_that_was_always_slow_is_not_congested() -> None:
     assert cause(facts, None, PARTS).cause is Cause.NONE
 
 
+def test_a_probe_tells_our_own_queue_from_that_of_others() -> None:
+    ours, others = Wire(), Wire()
+    for wire in (ours, others):
+        wire.facts(probe_s=BASE_RTT_S)
+    own = ours.facts(rtt_s=0.2, probe_s=BASE_RTT_S)
+    assert own.queueing_delay_s == pytest.approx(0.18)
+    assert (own.probe_delay_s, own.score) == (0.0, 0.0)
+    assert others.facts(rtt_s=0.2, probe_s=BASE_RTT_S + 0.1).score == pytest.approx(0.5)
+    assert Wire().facts(rtt_s=0.2).score == pytest.approx(0.18 / 0.28)
+
+
 def test_the_idle_time_between_transfers_does_not_lower_the_goodput() -> None:
     wire = Wire()
     assert wire.facts(every_s=300.0).goodput_bytes_per_s == wire.facts(every_s=0.6).goodput_bytes_per_s

@@ -200,8 +200,8 @@ class OthersGradient(FakeLink):
         for name, target in into.items():
             target[:] = 1 if name == WEIGHTS else self.state[name]
 
-    def exchange(self, request: Any, values: Any, into: Any) -> Any:
-        answer = super().exchange(request, values, into)
+    def answered(self, request: Any, values: Any, into: Any) -> Any:
+        answer = super().answered(request, values, into)
         if request.kind == "abstain" and answer.content == "gradient":
             self.steps += 1
             return type(answer)(answer.content, answer.note, answer.vectors, present=(b"\x3f",))

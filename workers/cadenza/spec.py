@@ -174,8 +174,8 @@ class Sync(Section):
     """The share of its own weights that a worker keeps when an answer is merged under overlap (Streaming DiLoCo,
     arXiv 2501.18512). None: full correction, which counts every local step exactly once."""
 
-    groups: int = Field(1, ge=1, le=64)
-    """Parts in which a round of sync or local mode is answered. With 1, answers leave once the round is decided, which
+    groups: int | None = Field(None, ge=1, le=64)
+    """Parts in which a round of sync or local mode is answered. None: 16 with dedicated servers, else 1. With 1, answers leave once the round is decided, which
     costs nothing where each worker's node has a shard. With more, the first answers leave while later parts still come:
     that uses both directions of a dedicated server's link, and hides the decision's way on long routes."""
 

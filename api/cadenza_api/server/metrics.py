@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from cadenza_service.jobs.records import Job
 from cadenza_service.jobs.store import Store
-from cadenza_service.snapshot import Histogram
+from cadenza_service.snapshot import Histogram, WorkerStatus
 
 SHOWN_AFTER_END_S = 15 * 60.0
 """How long an ended job's series stay: long enough for any scrape interval to see the last values."""
@@ -66,6 +66,19 @@ METRICS: dict[str, Metric] = {
     ),
     "cadenza_worker_compute_seconds": Metric(
         "counter", "Seconds that a worker trained outside synchronisation.", ("job_id", "worker")
+    ),
+    "cadenza_link_goodput_bytes_per_second": Metric(
+        "gauge", "Acknowledged bytes of a worker's updates over the time they took.", ("job_id", "worker")
+    ),
+    "cadenza_link_rtt_seconds": Metric(
+        "gauge", "Round-trip time of a worker's link under load.", ("job_id", "worker")
+    ),
+    "cadenza_link_queueing_delay_seconds": Metric(
+        "gauge", "How much longer the round trip is than the link's own.", ("job_id", "worker")
+    ),
+    "cadenza_link_retransmits": Metric("counter", "Segments that a worker sent again.", ("job_id", "worker")),
+    "cadenza_link_congestion_ratio": Metric(
+        "gauge", "Congestion of a worker's link, from 0 to 1.", ("job_id", "worker")
     ),
     "cadenza_contributions_dropped": Metric(
         "counter", "Contributions left out, by reason.", ("job_id", "reason")
@@ -117,6 +130,7 @@ def job_samples(job: Job) -> Iterator[Sample]:
     for worker in progress.workers:
         yield "cadenza_worker_local_steps", (job.id, str(worker.worker)), worker.local_steps
         yield "cadenza_worker_compute_seconds", (job.id, str(worker.worker)), worker.compute_seconds
+        yield from _link_samples(job.id, worker)
     if telemetry.staleness is not None:
         yield "cadenza_worker_staleness", (job.id,), telemetry.staleness
     divided: dict[str, dict[str, float] | dict[str, int] | dict[str, Histogram]] = {
@@ -129,6 +143,18 @@ def job_samples(job: Job) -> Iterator[Sample]:
     for name, values in divided.items():
         for label, value in values.items():
             yield name, (job.id, label), value
+
+
+def _link_samples(job_id: str, worker: WorkerStatus) -> Iterator[Sample]:
+    link = worker.link
+    if link is None:
+        return
+    labels = (job_id, str(worker.worker))
+    yield "cadenza_link_goodput_bytes_per_second", labels, link.goodput_bytes_per_second
+    yield "cadenza_link_rtt_seconds", labels, link.rtt_seconds
+    yield "cadenza_link_queueing_delay_seconds", labels, link.queueing_delay_seconds
+    yield "cadenza_link_retransmits", labels, link.retransmits
+    yield "cadenza_link_congestion_ratio", labels, link.congestion
 
 
 def _families() -> dict[str, Family]:

@@ -89,6 +89,10 @@ class CoordinatorConfig:
     round_timeout_s: float
     """How long a round waits for its last contribution, and all workers for the first state to be published."""
     host: str
+    groups: int = 1
+    """Parts in which a barrier's round is answered."""
+    congestion_control: str = "auto"
+    """How connections between hosts share slow links; see :mod:`cadenza.plane.congestion`."""
 
 
 class CoordinatorServer:
@@ -463,7 +467,16 @@ class CoordinatorServer:
         """Tell every shard what it holds, and wait until it has it; false if one does not take it, which fails the job."""
         spec = self._config.spec
         calls = [
-            shard.call(terms.assign(spec, layout, number, len(self._shards)))
+            shard.call(
+                terms.assign(
+                    spec,
+                    layout,
+                    shard=number,
+                    shards=len(self._shards),
+                    groups=self._config.groups,
+                    congestion_control=self._config.congestion_control,
+                )
+            )
             for number, shard in enumerate(self._shards)
         ]
         try:
@@ -482,6 +495,7 @@ class CoordinatorServer:
                 epoch=self._config.epoch,
                 shards=len(self._shards),
                 round_timeout_s=self._config.round_timeout_s,
+                groups=self._config.groups,
             )
             self._rounds = Rounds(rules, self._progress)
         return True
@@ -493,7 +507,15 @@ class CoordinatorServer:
             workers=len(self._config.workers),
             shards=self._addresses,
             round_timeout_s=self._config.round_timeout_s,
+            congestion_control=self._config.congestion_control,
+            fan_in=self._fan_in(),
         )
+
+    def _fan_in(self) -> int:
+        """How many workers on other hosts send to one shard at a time, since each sends to one after another."""
+        workers = [control.peer_host for control in self._controls.values()]
+        counts = [sum(worker != host for worker in workers) for host, _ in self._addresses]
+        return max(1, math.ceil(max(counts) / len(counts)))
 
     def _check_phase(self, phase: Phase) -> None:
         if self._phase is Phase.FAILED and self._failure is not None:

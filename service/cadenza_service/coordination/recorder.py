@@ -9,9 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from cadenza.plane.messages import SYNC_BOUNDS_S, Log, Telemetry
+from cadenza.plane.messages import SYNC_BOUNDS_S, LinkReport, Log, Telemetry
 from cadenza_service import snapshot
-from cadenza_service.snapshot import Event, Histogram, LogLine, Severity, WorkerState, WorkerStatus
+from cadenza_service.snapshot import (
+    Event,
+    Histogram,
+    LinkStatus,
+    LogLine,
+    Severity,
+    WorkerState,
+    WorkerStatus,
+)
 
 Entry = TypeVar("Entry", Event, LogLine)
 
@@ -50,6 +58,7 @@ class WorkerRecord:
             samples=told.samples if told else 0,
             local_steps=self.local_steps,
             compute_seconds=told.compute_seconds if told else 0.0,
+            link=_link(told.link) if told and told.link else None,
         )
 
 
@@ -139,6 +148,18 @@ def finite(value: Any) -> Any:
 def severity(text: str) -> Severity:
     """A severity as a worker gave it; anything unknown is a warning, so that it is not overlooked."""
     return cast(Severity, text) if text in ("info", "warning", "error") else "warning"
+
+
+def _link(report: LinkReport) -> LinkStatus:
+    return LinkStatus(
+        goodput_bytes_per_second=report.goodput_bytes_per_s,
+        rtt_seconds=report.rtt_s,
+        queueing_delay_seconds=report.queueing_delay_s,
+        congestion=report.congestion,
+        retransmits=report.retransmits,
+        cause=report.cause.value,
+        reason=report.reason,
+    )
 
 
 def _phases(told: Iterable[Telemetry]) -> dict[str, Histogram]:

@@ -13,6 +13,10 @@ from cadenza_service.coordination.recorder import Recorder
 from cadenza_service.coordination.rounds import RoundRules
 from cadenza_service.snapshot import Progress
 
+DEDICATED_GROUPS = 16
+"""A server's link then carries answers in one direction while updates still come in the other, but for the first
+sixteenth."""
+
 AUTO_CODEC = "fp32"
 """What ``codec: auto`` chooses."""
 
@@ -44,12 +48,16 @@ def cut(spec: JobSpec, shards: int) -> Cut:
     )
 
 
-def groups(spec: JobSpec) -> int:
-    """In how many parts a round is answered."""
-    return spec.sync.groups if spec.sync.mode in ("sync", "local") else 1
+def groups(spec: JobSpec, *, dedicated: bool) -> int:
+    """In how many parts a round is answered: where shards have hosts of their own, in several."""
+    if spec.sync.mode not in ("sync", "local"):
+        return 1
+    return spec.sync.groups or (DEDICATED_GROUPS if dedicated else 1)
 
 
-def assign(spec: JobSpec, layout: Layout, shard: int, shards: int) -> Assign:
+def assign(
+    spec: JobSpec, layout: Layout, *, shard: int, shards: int, groups: int, congestion_control: str
+) -> Assign:
     """What a shard is told to hold."""
     return Assign(
         layout,
@@ -59,13 +67,14 @@ def assign(spec: JobSpec, layout: Layout, shard: int, shards: int) -> Assign:
         spec.sync.outer.model_dump(),
         cut=cut(spec, shards),
         codec=codec(spec),
-        groups=groups(spec),
+        groups=groups,
         seed=spec.seed,
+        congestion_control=congestion_control,
     )
 
 
 def round_rules(
-    spec: JobSpec, layout: Layout, *, epoch: int, shards: int, round_timeout_s: float
+    spec: JobSpec, layout: Layout, *, epoch: int, shards: int, round_timeout_s: float, groups: int
 ) -> RoundRules:
     """The rules of the rounds."""
     round_bytes = sum(vector.length * vector.itemsize for vector in layout.named(layout.travelling()))
@@ -76,7 +85,7 @@ def round_rules(
         epoch=epoch,
         shards=shards,
         round_timeout_s=round_timeout_s,
-        groups=groups(spec),
+        groups=groups,
         history_rounds=max(1, min(MOST_HISTORY_ROUNDS, HISTORY_BYTES // max(round_bytes, 1))),
     )
 
@@ -88,6 +97,8 @@ def joined(
     workers: int,
     shards: tuple[tuple[str, int], ...],
     round_timeout_s: float,
+    congestion_control: str,
+    fan_in: int,
 ) -> Joined:
     """What a worker is told when it may begin."""
     return Joined(
@@ -100,6 +111,8 @@ def joined(
         codec=codec(spec),
         round_timeout_s=round_timeout_s,
         cut=cut(spec, len(shards)),
+        congestion_control=congestion_control,
+        fan_in=fan_in,
         overlap=spec.sync.overlap,
         mix=spec.sync.overlap_mix,
         seed=spec.seed,

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cadenza.plane.layout import Layout
 from cadenza.process.worker import Worker
 from cadenza.spec import JobSpec
+from cadenza_service.coordination import terms
 from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
 from cadenza_service.orchestration.cluster import NAMESPACE, actor_name
 from cadenza_service.orchestration.instructions import COORDINATOR, Address, shard_part, worker_part
@@ -42,6 +43,7 @@ class Attempt:
     start_timeout_s: float
     join_timeout_s: float
     round_timeout_s: float
+    congestion_control: str = "auto"
 
     @property
     def workers(self) -> int:
@@ -126,6 +128,8 @@ def coordinator_config(attempt: Attempt, host: str) -> CoordinatorConfig:
         incarnation=attempt.epoch,
         join_timeout_s=attempt.join_timeout_s,
         round_timeout_s=attempt.round_timeout_s,
+        groups=terms.groups(attempt.spec, dedicated=attempt.placement.choice == "dedicated"),
+        congestion_control=attempt.congestion_control,
         host=host,
     )
 

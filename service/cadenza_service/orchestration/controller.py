@@ -156,6 +156,7 @@ class Controller:
             start_timeout_s=self._settings.start_timeout_s,
             join_timeout_s=self._settings.join_timeout_s,
             round_timeout_s=self._settings.round_timeout_s,
+            congestion_control=self._settings.congestion_control.value,
         )
         _actor(Supervisor, actor_name(job.id, SUPERVISOR)).remote(attempt)
 

@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cadenza.spec import PlacementChoice
+from cadenza_service.coordination.terms import DEDICATED_GROUPS
 from cadenza_service.orchestration.resources import Node, Placement
 
-COMMIT_GROUPS = 1
-"""In how many groups, one after another, the coordinator commits the vector of one round."""
+COMMIT_GROUPS = DEDICATED_GROUPS
+"""In how many groups, one after another, a round is answered where shards have nodes of their own."""
 
 
 def link_loads(placed: Placement) -> dict[str, float]:

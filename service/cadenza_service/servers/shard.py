@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from msgspec.structs import replace
 
-from cadenza.plane.connection import Buffer, Connection, Handler, Refusal
+from cadenza.plane.connection import Buffer, Connection, Frame, Handler, Refusal
 from cadenza.plane.messages import (
+    BARRIER_MODES,
     Assign,
     Decision,
     Done,
@@ -24,6 +27,8 @@ from cadenza.plane.messages import (
     Units,
 )
 from cadenza.plane.transport import Server
+from cadenza.plane.turns import Turns, rotation
+from cadenza.plane.uplink import Lane, Uplink
 from cadenza.plane.wire import Identity, ProtocolError, Role, Status
 from cadenza_service.servers.answers import Outgoing
 from cadenza_service.servers.shard_core import ShardCore
@@ -49,6 +54,9 @@ class ShardServer:
         self._core: ShardCore | None = None
         self._coordinator: Connection | None = None
         self._calls: dict[Key, tuple[Connection, int]] = {}
+        self._arrived: dict[Key, float] = {}
+        """Monotonic seconds at which the latest part of a request that is not answered yet was there."""
+        self._uplink = Uplink("auto")
         self._server = Server(host, key, self._accept, self._handler)
 
     @property
@@ -93,6 +101,7 @@ class ShardServer:
             self._coordinator = connection
             if self._core is None:
                 self._core = ShardCore(message)
+                self._uplink = Uplink(message.congestion_control)
             elif self._core.assign != message:
                 raise Refusal("assigned", "this shard already holds another layout")
         connection.reply(call, Done())
@@ -108,6 +117,14 @@ class ShardServer:
         """The memory of the worker at the other end."""
         with self._lock:
             return self.core().slot(connection.identity.worker, connection.identity.incarnation)
+
+    def lane(self, connection: Connection) -> Lane | None:
+        """How answers travel on a connection; none where it stays within the host."""
+        return self._uplink.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        """A worker's connection has ended."""
+        self._uplink.remove(connection)
 
     def received(self, slot: Slot) -> None:
         """More units of a worker's update are there."""
@@ -129,27 +146,58 @@ class ShardServer:
                 raise ProtocolError(f"an entry of epoch {entry.epoch}; epoch {self._epoch} has begun")
             core = self.core()
             work = core.decide(entry) if isinstance(entry, Decision) else core.tentative(entry)
-            for outgoing in work.outgoing:
-                self._send(outgoing)
+            if work.outgoing:
+                self._uplink.settle(1)
+            now = time.monotonic()
+            turns = Turns() if core.assign.mode in BARRIER_MODES else None
+            for outgoing in rotation(work.outgoing, core.assign.shard + 1):
+                self._send(outgoing, now, turns)
         work.run(self._lock)
 
-    def _send(self, outgoing: Outgoing) -> None:
+    def _send(self, outgoing: Outgoing, now: float, turns: Turns | None) -> None:
         connection, call = self._calls[outgoing.key]
-        if outgoing.values is not None:
-            connection.stream(outgoing.values.frames(connection.run_bytes // FLOAT_BYTES))
         if outgoing.answer is not None:
             del self._calls[outgoing.key]
-            connection.reply(call, outgoing.answer, outgoing.bodies)
+        waited_s = now - self._arrived.pop(outgoing.key, now) if outgoing.answer is not None else 0.0
+        lane = self._uplink.lane(connection)
+        frames = _frames(outgoing, connection, call, lane, decided_at=now, waited_s=waited_s)
+        in_turn = turns is not None and not connection.local
+        connection.stream(turns.chain(connection, frames) if turns and in_turn else frames)
 
     def _tell(self, news: Sequence[Received]) -> None:
-        if self._coordinator is not None:
-            for received in news:
+        for received in news:
+            self._arrived[received.key] = time.monotonic()
+            if self._coordinator is not None:
                 self._coordinator.send(received)
 
     def read(self, connection: Connection, call: int, message: Read) -> None:
         with self._lock:
             core = self.core()
             connection.reply(call, State(core.version, core.round), core.read(message.vectors))
+
+
+def _frames(
+    outgoing: Outgoing,
+    connection: Connection,
+    call: int,
+    lane: Lane | None,
+    *,
+    decided_at: float,
+    waited_s: float,
+) -> Iterator[Frame]:
+    """An answer's values as they are computed, and then, if the round is decided, the answer itself."""
+    seen = lane.monitor.latest if lane is not None else None
+    begun_at = 0.0
+    if lane is not None:
+        lane.begin()
+    if outgoing.values is not None:
+        for frame in outgoing.values.frames(connection.run_bytes // FLOAT_BYTES):
+            begun_at = begun_at or time.monotonic()
+            yield frame
+    if outgoing.answer is not None:
+        served_s = max(begun_at - decided_at, 0.0)
+        answer = replace(outgoing.answer, waited_s=waited_s, served_s=served_s, link=seen)
+        yield Frame(answer, outgoing.bodies, answers=call)
 
 
 class _ShardHandler:
@@ -173,6 +221,9 @@ class _WorkerHandler(_ShardHandler):
         super().__init__(shard)
         self._bodies: Sequence[Buffer] = ()
         self._scratch = bytearray()
+        self._lane: Lane | None = None
+        self._seq = 0
+        """Of the request that comes in, or came last."""
 
     def body(self, connection: Connection, message: Message, length: int) -> Sequence[Buffer]:
         try:
@@ -191,17 +242,33 @@ class _WorkerHandler(_ShardHandler):
     def handle(self, connection: Connection, call: int, message: Message) -> None:
         bodies, self._bodies = self._bodies, ()
         match message:
-            case Units():
+            case Units(seq=seq):
+                self._heard(connection, seq)
                 slot = self._shard.slot(connection)
                 # A frame without bytes never asks for buffers; a packed unit of zeros is one.
                 slot.accept(message, bodies or slot.destination(message, 0, self._memory))
                 self._shard.received(slot)
             case Publish(vectors=vectors):
                 self._shard.published(connection, call, message, bodies or self._empty(vectors))
-            case Request():
+            case Request(seq=seq):
+                self._heard(connection, seq)
                 self._shard.requested(connection, call, message)
             case _:
                 raise ProtocolError(f"a worker sent {type(message).__name__}")
+
+    def closed(self, connection: Connection, error: Exception | None) -> None:
+        super().closed(connection, error)
+        self._shard.left(connection)
+
+    def _heard(self, connection: Connection, seq: int) -> None:
+        """A new request shows that the answer to the one before has arrived as a whole."""
+        if seq <= self._seq:
+            return
+        if not self._seq:
+            self._lane = self._shard.lane(connection)
+        elif self._lane is not None:
+            self._lane.end(time.monotonic())
+        self._seq = seq
 
     def _memory(self, size: int) -> memoryview:
         if len(self._scratch) < size:

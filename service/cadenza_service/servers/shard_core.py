@@ -21,6 +21,7 @@ from cadenza.plane.connection import Refusal
 from cadenza.plane.holdings import NATIVE, Holdings
 from cadenza.plane.layout import Slice, as_bytes
 from cadenza.plane.messages import (
+    BARRIER_MODES,
     Answer,
     Assign,
     Content,
@@ -39,8 +40,6 @@ from cadenza_service.servers.slots import Slot
 from cadenza_service.servers.weights import MOST_COMPUTED_ELEMENTS, Private, Weighted, Weights
 
 Array = NDArray[Any]
-
-BARRIER_MODES = ("sync", "local")
 
 
 @dataclass(frozen=True)

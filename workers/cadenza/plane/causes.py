@@ -17,8 +17,8 @@ LOSSY_SHARE: Final = 0.005
 """Reno's rate falls with 1/sqrt(loss) (Mathis, Semke, Mahdavi, Ott 1997); at half a percent it starts to hurt."""
 OVERFLOW_BYTES: Final = 64 * 1024
 """Retransmissions beside a queue larger than this come from its overflow; beside a smaller one the link itself loses."""
-PROBE_DELAY_S: Final = 0.003
-"""A probe is late by less than that where a machine is merely busy."""
+PROBE_DELAY_S: Final = 0.005
+"""The least of a few probes is late by less than that where a machine is merely busy."""
 
 
 class Cause(StrEnum):
@@ -141,7 +141,8 @@ def network_cause(facts: LinkFacts) -> Verdict:
     if (slower or lossy) and (facts.probe_delay_s or 0.0) > PROBE_DELAY_S:
         delay_ms = 1e3 * (facts.probe_delay_s or 0.0)
         return Verdict(Cause.NETWORK_CONGESTED, f"{rate}, and others' queue took {delay_ms:.1f} ms")
-    queued_bytes = facts.queueing_delay_s * facts.goodput_bytes_per_s
+    # All of the queue, not our share of it, so at the rate of the whole link.
+    queued_bytes = facts.queueing_delay_s * facts.reference_bytes_per_s
     if lossy and queued_bytes < OVERFLOW_BYTES:
         return Verdict(
             Cause.LOSS,

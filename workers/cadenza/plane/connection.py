@@ -19,8 +19,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from cadenza.plane import wire
+from cadenza.plane import congestion, tcp_info, wire
+from cadenza.plane.congestion import TransportPlan
 from cadenza.plane.messages import Message, Refused, decode, encode
+from cadenza.plane.monitor import LinkSample
 from cadenza.plane.sockets import abort, receive_exactly, receive_into, send_pieces
 from cadenza.plane.wire import Header, Identity, ProtocolError
 
@@ -186,6 +188,8 @@ class Connection:
         self.run_bytes = MOST_RUN_BYTES
         """How much one frame of a long transfer should carry: little on a slow link, so that the pipeline fills soon."""
         self._sock = sock
+        self._local = sock.family not in (socket.AF_INET, socket.AF_INET6) or congestion.is_local(sock)
+        self._peer_host = _peer_host(sock)
         self._handler = handler
         self._outgoing: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._calls: dict[int, Pending] = {}
@@ -252,6 +256,32 @@ class Connection:
     def refuse(self, call: int, refusal: Refusal) -> None:
         """Answer the peer's request ``call`` with a refusal."""
         self.reply(call, Refused(refusal.code, str(refusal)))
+
+    @property
+    def peer_host(self) -> str:
+        """The peer's address; empty where the connection had ended before it was used."""
+        return self._peer_host
+
+    @property
+    def local(self) -> bool:
+        """Whether the peer is on this host."""
+        return self._local
+
+    def tune(self, plan: TransportPlan) -> None:
+        """Send as planned from now on; nothing happens where the connection has ended."""
+        self.run_bytes = plan.run_bytes
+        with contextlib.suppress(OSError):
+            congestion.tune(self._sock, plan)
+
+    def sample(self) -> LinkSample | None:
+        """The sending side as it is now; none where the system does not tell, or the connection has ended."""
+        if tcp_info.supported() is not None:
+            return None
+        try:
+            facts = tcp_info.read(self._sock)
+        except OSError:
+            return None
+        return LinkSample(at_s=time.monotonic(), tcp=facts, moved_bytes=self.sent_bytes)
 
     def finish(self) -> None:
         """End the connection once everything queued so far is sent."""
@@ -425,3 +455,10 @@ class Connection:
             self._handler.handle(self, call, message)
         except Refusal as refusal:
             self.refuse(call, refusal)
+
+
+def _peer_host(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except (OSError, IndexError):
+        return ""

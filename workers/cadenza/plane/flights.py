@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +15,23 @@ from cadenza.plane.messages import Answer, Request
 from cadenza.plane.shard_end import Incoming, ShardEnd
 
 
+class Moments(NamedTuple):
+    """Monotonic seconds of one flight, in order."""
+
+    begun_at: float
+    sent_at: float
+    """When the last byte was handed to the kernel."""
+    ended_at: float
+    """When the last byte of the answers was there."""
+
+
 class NetworkFlight:
     """See :class:`cadenza.plane.link.Flight`.
 
     Args:
         incoming: where each shard's answer goes.
         timeout_s: from now, for the whole round.
-        landed: called once with the answer, when all of it is there.
+        landed: called once with all shards' answers, when they are there.
     """
 
     def __init__(
@@ -31,7 +42,7 @@ class NetworkFlight:
         begun_at: float,
         timeout_s: float,
         timings: Timings,
-        landed: Callable[[Answer], None],
+        landed: Callable[[Sequence[Answer], Moments], None],
     ) -> None:
         self._calls = calls
         self._incoming = incoming
@@ -52,15 +63,14 @@ class NetworkFlight:
             self._answer = _agreed(answers)
             if self._answer.content == "change":
                 self._add_changes(self._incoming[0])
-            self._time()
-            self._landed(self._answer)
+            self._landed(answers, self._time())
         return self._answer
 
     def _add_changes(self, incoming: Incoming) -> None:
         for name, change in incoming.changes.items():
             np.add(incoming.into[name], change, out=incoming.into[name])
 
-    def _time(self) -> None:
+    def _time(self) -> Moments:
         # A reply can come before the sender thread has noted that its last byte left.
         sent_at = max(call.sent_at or self._begun_at for call in self._calls)
         begun = [
@@ -72,6 +82,7 @@ class NetworkFlight:
         self._timings.send = max(sent_at - self._begun_at, 0.0)
         self._timings.wait = answered_at - sent_at
         self._timings.receive = max(ended_at - answered_at, 0.0)
+        return Moments(self._begun_at, max(sent_at, self._begun_at), max(ended_at, sent_at, self._begun_at))
 
 
 def _agreed(answers: Sequence[Answer]) -> Answer:

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from cadenza.plane.causes import Cause
 from cadenza.plane.layout import Cut, Layout
+from cadenza.plane.monitor import LeftOut, LinkFacts
 
 RequestKind = Literal["update", "abstain", "fetch"]
 Content = Literal["weights", "change", "gradient", "gradients", "unchanged"]
@@ -21,6 +23,9 @@ Overlap = Literal["auto", "on", "off"]
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+
+BARRIER_MODES = ("sync", "local")
+"""In which a round waits for every active worker."""
 
 SYNC_BOUNDS_S: tuple[float, ...] = (
     0.001,
@@ -180,6 +185,12 @@ class Answer(Message, frozen=True):
     vectors: tuple[str, ...] = ()
     present: tuple[bytes, ...] = ()
     """gradient, gradients: for each round, which parameters got a gradient from anyone."""
+    waited_s: float = 0.0
+    """From the end of the worker's request until the last one's that was waited for, and the decision."""
+    served_s: float = 0.0
+    """From then until the answer began."""
+    link: LinkFacts | LeftOut | None = None
+    """What the shard's previous answer to this worker showed of the link."""
 
 
 class State(Message, frozen=True):
@@ -206,6 +217,7 @@ class Assign(Message, frozen=True):
     groups: Positive = 1
     """Parts in which a barrier's round is answered; see Tentative."""
     seed: int = 0
+    congestion_control: str = "auto"
 
 
 class Received(Message, frozen=True):
@@ -308,6 +320,10 @@ class Joined(Message, frozen=True):
     """How long the coordinator lets a round wait; a worker waits a little longer."""
     cut: Cut = Cut(shards=1)
     """How vectors are cut into units, and whose they are."""
+    congestion_control: str = "auto"
+    """What CADENZA_CONGESTION_CONTROL says to the service."""
+    fan_in: Positive = 1
+    """Workers on other hosts that send to one shard at a time, at most."""
     overlap: Overlap = "off"
     mix: float | None = None
     """With overlap: the share of its own weights that a worker keeps when an answer is merged; none: full correction."""
@@ -359,6 +375,23 @@ class Report(Message, frozen=True):
     steps: int
 
 
+class LinkReport(msgspec.Struct, frozen=True):
+    """A worker's link to the shards on other hosts, in both directions, as the latest syncs showed it."""
+
+    goodput_bytes_per_s: float
+    """Of updates, over all connections; acknowledged bytes over busy time."""
+    rtt_s: float
+    """Under load; the slowest connection's, as all that follows."""
+    queueing_delay_s: float
+    congestion: float
+    """0 to 1; see :mod:`cadenza.plane.monitor`. The worse direction's."""
+    retransmits: int
+    """Segments that this worker sent again, since it joined."""
+    cause: Cause
+    """What took the time of the latest sync."""
+    reason: str
+
+
 class Telemetry(Message, frozen=True):
     """Cumulative figures of one worker since it joined. One-way; also its sign of life."""
 
@@ -373,6 +406,8 @@ class Telemetry(Message, frozen=True):
         SyncPhase, tuple[Annotated[tuple[int, ...], Meta(min_length=BUCKETS, max_length=BUCKETS)], float]
     ]
     """By phase: cumulative bucket counts (bounds: SYNC_BOUNDS_S, then +Inf) and the sum of seconds."""
+    link: LinkReport | None = None
+    """None while nothing is known: before the first sync, and where all shards are on the worker's host."""
 
 
 class Log(Message, frozen=True):

@@ -3,7 +3,8 @@
 The law, in one place. From the sender's counters between two samples, with T = ``QUEUE_TARGET_S``:
 
     goodput           = acknowledged bytes / busy time
-    queueing delay q  = smoothed RTT - least RTT of the last 60 s of this connection
+    queueing delay q  = delay of a probe that met no traffic of ours, where one was sent (others' queue alone);
+                        else smoothed RTT - least RTT of the last 60 s of this connection (our own queue included)
     c                 = max(q / (q + T), 1 - goodput / greatest goodput of 10 minutes, 10 · retransmitted share)
     congestion       += 0.3 · (c - congestion), c clipped to [0, 1]
 
@@ -49,7 +50,10 @@ class LinkSample(msgspec.Struct, frozen=True, kw_only=True):
     moved_bytes: int
     """What we handed to this connection since it began, headers included: our own count."""
     probe_rtt_s: float | None = None
-    """Round trip of a small message that left while nothing of ours was under way, if one was sent."""
+    """Round trip of a small message that left while nothing of ours was under way: the least of a few, if any were sent.
+
+    None as well where ``tcp.total_retrans`` grew meanwhile: one that was lost waited for a timer, not in a queue.
+    """
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +71,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     base_rtt_s: float
     """The least one of the last 60 s."""
     queueing_delay_s: float
+    """``rtt_s - base_rtt_s``: the queue that this transfer met, most of it its own on a slow link."""
     probe_delay_s: float | None
     """How much longer the probe took than the fastest one of 10 minutes: the queue of others. None without a probe."""
     retransmits: int
@@ -178,7 +183,7 @@ class LinkMonitor:
         reference = -self._goodput.add(-goodput, now)
         queueing_delay_s = max(0.0, after.tcp.rtt_us / 1e6 - base_rtt_s)
         share = retransmitted_share(before.tcp, after.tcp)
-        score = congestion_score(queueing_delay_s, goodput, reference, share)
+        score = congestion_score(queueing_delay_s if delay_s is None else delay_s, goodput, reference, share)
         return LinkFacts(
             bytes=after.moved_bytes - before.moved_bytes,
             busy_s=busy_s,

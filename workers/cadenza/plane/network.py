@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from cadenza.plane.codecs import Compressor
 from cadenza.plane.connection import Buffer, Connection, Pending
 from cadenza.plane.control import CONTROL_TIMEOUT_S, Control, expect
-from cadenza.plane.flights import NetworkFlight, NetworkStream
+from cadenza.plane.flights import Moments, NetworkFlight, NetworkStream
 from cadenza.plane.holdings import Holdings
 from cadenza.plane.layout import NUMPY_TYPES, Layout, Slice, as_bytes
 from cadenza.plane.link import Arrays, LinkError, Timings
 from cadenza.plane.messages import (
+    BARRIER_MODES,
     BUCKETS,
     SYNC_BOUNDS_S,
     Answer,
@@ -40,9 +41,12 @@ from cadenza.plane.messages import (
     SyncPhase,
     Telemetry,
 )
+from cadenza.plane.observer import LinkObserver
 from cadenza.plane.shard_end import Incoming, ShardEnd
 from cadenza.plane.transport import connect
+from cadenza.plane.turns import Turns, rotation
 from cadenza.plane.units import Unit
+from cadenza.plane.uplink import Lane, Uplink
 from cadenza.plane.wire import Identity, ProtocolError, Role
 
 SLACK_S = 30.0
@@ -74,6 +78,9 @@ class NetworkLink:
             phase: ([0] * BUCKETS, 0.0) for phase in get_args(SyncPhase)
         }
         self._told_at = 0.0
+        self._lanes: list[Lane | None] = []
+        """By shard; none where it is on this host."""
+        self._report = LinkObserver()
 
     @property
     def push_bytes(self) -> int:
@@ -98,6 +105,8 @@ class NetworkLink:
             end = ShardEnd(number, holdings, self.compressor, joined.seed)
             end.connection = self._connect(end, host, port)
             self._ends.append(end)
+        self._uplink = Uplink(joined.congestion_control)
+        self._lanes = [self._uplink.add(end.connection) for end in self._ends]
         self._packed = [set() for _ in self._ends]
         self._changes = self._memory_for_changes(layout, joined)
         self._layout, self._joined = layout, joined
@@ -149,19 +158,17 @@ class NetworkLink:
             self._packed[shard].add(position)
 
     def begin(self, request: Request, values: Arrays, into: Arrays) -> NetworkFlight:
-        begun_at = time.monotonic()
+        begun_at = self._take_off()
         incoming = self._await_values(request, into)
         packed, self._packed = self._packed, [set() for _ in self._ends]
-        calls = []
-        for end, zeros in zip(self._ends, packed, strict=True):
-            if request.kind == "update":
-                calls.append(end.update(request, values, zeros))
-            else:
-                calls.append(end.connection.call(request, into=self._whole(end, into)))
+        if request.kind == "update":
+            calls = self._update(request, values, packed)
+        else:
+            calls = [end.connection.call(request, into=self._whole(end, into)) for end in self._ends]
         return self._flight(request, calls, incoming, begun_at)
 
     def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> NetworkStream:
-        begun_at = time.monotonic()
+        begun_at = self._take_off()
 
         def close(request: Request) -> NetworkFlight:
             incoming = self._await_values(request, into)
@@ -219,6 +226,7 @@ class NetworkLink:
                 pull_bytes=self.pull_bytes,
                 raw_push_bytes=self.raw_push_bytes,
                 raw_pull_bytes=self.raw_pull_bytes,
+                link=self._report.latest,
                 phases={phase: (tuple(counts), total) for phase, (counts, total) in self._phases.items()},
             )
         )
@@ -251,16 +259,35 @@ class NetworkLink:
             end.incoming = expected
         return incoming
 
+    def _update(self, request: Request, values: Arrays, packed: list[set[int]]) -> list[Pending]:
+        """Send an update to every shard: behind a barrier to one other host after another, and then to each its turn."""
+        _, joined = self._job()
+        turns = Turns() if joined.mode in BARRIER_MODES else None
+        calls: dict[int, Pending] = {}
+        for end in rotation(self._ends, self.worker + 1):
+            in_turn = turns if not end.connection.local else None
+            calls[end.number] = end.update(request, values, packed[end.number], in_turn)
+        return [calls[number] for number in range(len(self._ends))]
+
+    def _take_off(self) -> float:
+        """A transfer begins; returns the time."""
+        for lane in self._lanes:
+            if lane is not None:
+                lane.begin()
+        return time.monotonic()
+
     def _flight(
         self, request: Request, calls: list[Pending], incoming: list[Incoming], begun_at: float
     ) -> NetworkFlight:
-        layout, _ = self._job()
+        layout, joined = self._job()
         if request.kind == "update":
             self.raw_push_bytes += _size_bytes(layout, request.vectors)
 
-        def landed(answer: Answer) -> None:
-            rounds = len(answer.present) if answer.content == "gradients" else 1
-            self.raw_pull_bytes += rounds * _size_bytes(layout, answer.vectors)
+        def landed(answers: Sequence[Answer], moments: Moments) -> None:
+            rounds = len(answers[0].present) if answers[0].content == "gradients" else 1
+            self.raw_pull_bytes += rounds * _size_bytes(layout, answers[0].vectors)
+            self._report.landed(self._lanes, answers, moments)
+            self._uplink.settle(joined.fan_in)
 
         return NetworkFlight(
             calls,

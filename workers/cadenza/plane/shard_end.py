@@ -15,6 +15,7 @@ from cadenza.plane.holdings import NATIVE, Holdings, Place
 from cadenza.plane.layout import as_bytes
 from cadenza.plane.link import Arrays
 from cadenza.plane.messages import Message, Request, Units
+from cadenza.plane.turns import Turns
 from cadenza.plane.wire import ProtocolError
 
 SERVER = -1
@@ -62,13 +63,14 @@ class ShardEnd(NoRequests):
 
     # --- sending ---
 
-    def update(self, request: Request, values: Arrays, packed: Collection[int]) -> Pending:
-        """Send a request, and every unit of its update."""
+    def update(
+        self, request: Request, values: Arrays, packed: Collection[int], turns: Turns | None
+    ) -> Pending:
+        """Send a request, and every unit of its update; with ``turns``, after what was chained before."""
         pending = self.connection.call(request)
-        if request.kind == "update":
-            every = range(len(self.holdings.places))
-            frames = self.frames(request.seq, request.base_version, values, every, packed)
-            self.connection.stream(frames, pending)
+        every = range(len(self.holdings.places))
+        frames = self.frames(request.seq, request.base_version, values, every, packed)
+        self.connection.stream(turns.chain(self.connection, frames) if turns else frames, pending)
         return pending
 
     def frames(

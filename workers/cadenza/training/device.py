@@ -6,7 +6,7 @@ from. On the CPU a forgotten wait goes unnoticed, so :class:`LateCopies` makes i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -25,6 +25,9 @@ class Copies(Protocol):
     def wait(self) -> None:
         """Return when every copy begun so far is complete, for the host and for work queued on the devices from now on."""
 
+    def mark(self) -> Callable[[], None] | None:
+        """What waits, on any thread, until every copy begun so far is complete for the host; none if they are."""
+
 
 class DirectCopies:
     """Copies at once: for the CPU, and for devices without streams of their own."""
@@ -36,6 +39,9 @@ class DirectCopies:
         target.copy_(source)
 
     def wait(self) -> None:
+        return
+
+    def mark(self) -> None:
         return
 
 
@@ -55,6 +61,15 @@ class StreamCopies:
         # The host waits too: it reads the vectors next, or receives the next answer into them.
         for stream in self._streams.values():
             stream.synchronize()
+
+    def mark(self) -> Callable[[], None] | None:
+        events = [stream.record_event() for stream in self._streams.values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait if events else None
 
     def _copy(self, target: Tensor, source: Tensor, device: torch.device) -> None:
         if device.type != "cuda":
@@ -88,6 +103,9 @@ class LateCopies:
         begun, self._begun = self._begun, []
         for target, source in begun:
             target.copy_(source)
+
+    def mark(self) -> Callable[[], None]:
+        return self.wait
 
 
 def copies_for(tensors: Iterable[Tensor]) -> Copies:

@@ -6,7 +6,7 @@ graphs, optimizers and memory formats keep what they hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from cadenza.plane.layout import Role, Vector
 from cadenza.training.device import Copies, copies_for, describe, on_cuda
 from cadenza.training.inventory import BufferPolicy, Item, take_inventory
+from cadenza.training.sparse import Rows, check_kind, declared_sparse, read_rows, write_rows
 
 TORCH_TYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -72,16 +73,21 @@ class FlatModel:
         self.layout = inventory.layout
         self.untrained = inventory.untrained
         self._items = inventory.items
-        self._trainable = [item for item in inventory.items if item.role == "parameters"]
+        self.trainable = tuple(item for item in inventory.items if item.role == "parameters")
+        """In the order of the presence mask's bits."""
+        self.rows: list[Rows] = []
+        """Of the gradients gathered last, those that were sparse."""
+        self._sparse = [declared_sparse(item) for item in self.trainable]
+        """Whether each trainable parameter's gradient is sparse: as its latest own one was."""
         self._resting = [item for item in inventory.items if item.role == "static"]
         self._optimizer = optimizer
         self._optimized = _optimized_count(optimizer)
         tensors = [item.tensor for item in inventory.items]
         self._pinned = on_cuda(tensors)
-        self._copies = copies or copies_for(tensors)
-        self.device = describe(self._trainable[0].tensor)
+        self.copies = copies or copies_for(tensors)
+        self.device = describe(self.trainable[0].tensor)
         """Where the first trainable parameter is, for people."""
-        self.parameters: list[Tensor] = [item.tensor for item in self._trainable]
+        self.parameters: list[Tensor] = [item.tensor for item in self.trainable]
         """The trainable parameters, in the order of the presence mask's bits."""
 
     def vectors(self, names: Iterable[str]) -> HostVectors:
@@ -94,8 +100,8 @@ class FlatModel:
     ) -> None:
         """Copy the model's tensors into their places, as far as ``into`` has the vector and ``roles`` name it."""
         for item in self._lying_in(into, roles):
-            self._copies.to_host(into.place(item), _values(item, item.tensor))
-        self._copies.wait()
+            self.copies.to_host(into.place(item), as_stored(item, item.tensor))
+        self.copies.wait()
 
     @torch.no_grad()
     def scatter(
@@ -103,45 +109,64 @@ class FlatModel:
     ) -> None:
         """Copy the vectors' values into the model's tensors, in place."""
         for item in self._lying_in(source, roles):
-            target, values = _writable(_values(item, item.tensor), source.place(item))
-            self._copies.to_device(target, values)
-        self._copies.wait()
+            target, values = _writable(as_stored(item, item.tensor), source.place(item))
+            self.copies.to_device(target, values)
+        self.copies.wait()
 
     @torch.no_grad()
-    def gather_gradients(self, into: HostVectors) -> bytes:
+    def gather_gradients(self, into: HostVectors, known: Container[int] = ()) -> bytes:
         """Copy every trainable parameter's gradient into the parameter's place, zeros where it has none.
+
+        Args:
+            into: where to.
+            known: parameters whose gradients are in their places already, by number.
 
         Returns:
             The presence mask: bit i (little-endian within bytes) says that the i-th parameter has a gradient.
 
         Raises:
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse otherwise than by rows.
         """
-        present = np.zeros(len(self._trainable), np.bool_)
-        for index, item in enumerate(self._trainable):
+        present = np.zeros(len(self.trainable), np.bool_)
+        self.rows = []
+        for index, item in enumerate(self.trainable):
             gradient = item.tensor.grad
-            if gradient is None:
-                into.place(item).zero_()
-                continue
-            _check_dense(item, gradient)
-            present[index] = True
-            self._copies.to_host(into.place(item), _values(item, gradient))
-        self._copies.wait()
+            present[index] = gradient is not None
+            if gradient is not None:
+                check_kind(item, gradient)
+                self._sparse[index] = gradient.is_sparse
+            if index not in known:
+                self._gather_gradient(item, gradient, into.place(item))
+        self.copies.wait()
         return np.packbits(present, bitorder="little").tobytes()
+
+    def _gather_gradient(self, item: Item, gradient: Tensor | None, place: Tensor) -> None:
+        if gradient is None:
+            place.zero_()
+        elif gradient.is_sparse:
+            self.rows.append(write_rows(item, gradient, place))
+        else:
+            self.copies.to_host(place, as_stored(item, gradient))
 
     @torch.no_grad()
     def scatter_gradients(self, source: HostVectors, present: bytes) -> None:
-        """Make the vectors' values the parameters' gradients, in place; those whose bit is not set get none."""
-        bits = np.unpackbits(np.frombuffer(present, np.uint8), count=len(self._trainable), bitorder="little")
-        for item, has_gradient in zip(self._trainable, bits, strict=True):
+        """Make the vectors' values the parameters' gradients; those whose bit is not set get none.
+
+        In place, but for gradients that are sparse.
+        """
+        bits = np.unpackbits(np.frombuffer(present, np.uint8), count=len(self.trainable), bitorder="little")
+        for item, has_gradient, sparse in zip(self.trainable, bits, self._sparse, strict=True):
             parameter = item.tensor
             if not has_gradient:
                 parameter.grad = None
                 continue
-            if parameter.grad is None or _repeated(parameter.grad):
+            if sparse:
+                parameter.grad = read_rows(item, source.place(item), parameter.device)
+                continue
+            if parameter.grad is None or not _writable_whole(parameter.grad):
                 parameter.grad = torch.empty_like(parameter)
-            self._copies.to_device(_values(item, parameter.grad), source.place(item))
-        self._copies.wait()
+            self.copies.to_device(as_stored(item, parameter.grad), source.place(item))
+        self.copies.wait()
 
     def take_gradients(self) -> list[Tensor | None]:
         """The parameters' gradients, which have none afterwards."""
@@ -180,7 +205,7 @@ def as_array(flat: Tensor) -> NDArray[Any]:
     return flat.numpy()
 
 
-def _values(item: Item, tensor: Tensor) -> Tensor:
+def as_stored(item: Item, tensor: Tensor) -> Tensor:
     """A view of the tensor as it lies in its vector: complex numbers as pairs, but for static ones, which are bytes."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if item.role != "static" and tensor.is_complex() else tensor
@@ -191,6 +216,10 @@ def _repeated(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
+def _writable_whole(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and not _repeated(gradient)
+
+
 def _writable(target: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Both without the repetitions of an expanded target, which torch refuses to write to."""
     if not _repeated(target):
@@ -199,13 +228,6 @@ def _writable(target: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if stride == 0 and size > 1:
             target, values = target.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
     return target, values
-
-
-def _check_dense(item: Item, gradient: Tensor) -> None:
-    if gradient.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {item.name} is sparse, and gradients are averaged dense; build its layer with sparse=False"
-        )
 
 
 def _optimized_count(optimizer: Optimizer) -> int:

@@ -210,6 +210,7 @@ class Session:
         count = self._counted(samples, self._batch_samples)
         if self._accumulating:
             self._micro_batches = True
+            self._ensemble.micro_batch()
             self._tally.samples(count)
             self._tally.loss(loss, count)
             return
@@ -229,12 +230,13 @@ class Session:
     def accumulate(self) -> Iterator[None]:
         """Inside, :meth:`step` belongs to a micro-batch: gradients add up until the next step outside."""
         self._check_open("session.accumulate")
-        self._ensemble.come_back()
+        self._ensemble.accumulate(True)
         self._accumulating = True
         try:
             yield
         finally:
             self._accumulating = False
+            self._ensemble.accumulate(False)
 
     def average_gradients(self, *, samples: int | None = None) -> None:
         """For loops that step by themselves: between backward (and ``scaler.unscale_``) and clipping.
@@ -320,6 +322,7 @@ class Session:
             raise RuntimeError("a session is entered once; join again for another one")
         self._phase = Phase.OPEN
         self._thread = threading.get_ident()
+        self._ensemble.open(lambda: self._style == "step")
         return self
 
     def __exit__(
@@ -332,6 +335,7 @@ class Session:
             else:
                 self._ensemble.break_off()
         finally:
+            self._ensemble.close()
             self._phase = Phase.CLOSED
 
     # --- a step ---

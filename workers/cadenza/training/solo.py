@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +23,17 @@ MANY_STEPS = 1_000_000_000
 SEED = 0
 
 
+@dataclass(frozen=True)
 class Landed:
-    """A flight that needs no time."""
+    """An answer that is there at once."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    answer: Answer
 
     def landed(self) -> bool:
         return True
 
     def result(self) -> Answer:
-        return self._answer
+        return self.answer
 
 
 class SoloLink:
@@ -75,14 +76,11 @@ class SoloLink:
         """There is nobody to tell."""
 
     def units(self, vector: str) -> list[Unit]:
-        """Nothing is cut: nothing travels."""
+        """Nothing is cut, because nothing is sent."""
         return []
 
     def sparse(self, vector: str, numbers: Iterable[int]) -> None:
-        """Nothing travels."""
-
-    def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> Stream:
-        raise LinkError("there is nobody to stream to: alone, training is in local mode")
+        """There is nobody to send to."""
 
     def begin(self, request: Request, values: Arrays, into: Arrays) -> Landed:
         """Always ``unchanged``: the model's own weights, to the bit, are the committed state."""
@@ -93,6 +91,9 @@ class SoloLink:
             # The most so far: the last batch of an epoch is short, and must not let the next epoch end late.
             self._samples_per_step = max(self._samples_per_step, -(-request.samples // request.steps))
         return Landed(Answer("unchanged", self._note()))
+
+    def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> Stream:
+        raise LinkError("there is nobody to stream to: alone, no gradient leaves")
 
     def replayed(self, vector: str) -> NDArray[np.generic]:
         raise LinkError(f"there is nothing to replay of {vector}: alone, no round is missed")

@@ -21,6 +21,12 @@ class Total:
     loss: float | None
     """Mean over the samples; none if unknown or not finite."""
     spans: tuple[Span, ...]
+    lost_samples: int = 0
+    """Of steps that were thrown away; they are in no contribution."""
+    lost_spans: tuple[Span, ...] = ()
+
+
+NOTHING = Total(steps=0, samples=0, loss=None, spans=())
 
 
 class Tally:
@@ -37,6 +43,13 @@ class Tally:
         self._loss_on_device: Tensor | None = None
         self._spans: list[Span] = []
         self._open_spans: list[Span] = []
+        self._lost_samples = 0
+        self._lost_spans: list[Span] = []
+
+    @property
+    def lost(self) -> bool:
+        """Whether there are thrown-away steps that no contribution has told of."""
+        return bool(self._lost_samples or self._lost_spans)
 
     def batch(self, span: Span) -> None:
         """A batch of these positions is being trained on."""
@@ -72,15 +85,33 @@ class Tally:
             self._open_spans.clear()
         return samples
 
+    def lose(self) -> None:
+        """The steps since :meth:`take` were thrown away: what they used up is told, but does not count as trained."""
+        self._lost_samples += self._samples
+        self._lost_spans += self._spans
+        self._clear()
+
     def take(self) -> Total:
         """The total of all steps, which starts again from nothing. Waits for the device that the losses are on."""
-        total = Total(self.steps, self._samples, self._mean_loss(), merged(self._spans))
+        total = Total(
+            self.steps,
+            self._samples,
+            self._mean_loss(),
+            merged(self._spans),
+            self._lost_samples,
+            merged(self._lost_spans),
+        )
+        self._clear()
+        self._lost_samples = 0
+        self._lost_spans.clear()
+        return total
+
+    def _clear(self) -> None:
         self.steps = self._samples = self._weight = 0
         self._loss = 0.0
         if self._loss_on_device is not None:
             self._loss_on_device.zero_()
         self._spans.clear()
-        return total
 
     def _add(self, loss: Tensor, samples: int) -> None:
         if loss.ndim:
