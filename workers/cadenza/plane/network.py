@@ -287,7 +287,9 @@ class NetworkLink:
             rounds = len(answers[0].present) if answers[0].content == "gradients" else 1
             self.raw_pull_bytes += rounds * _size_bytes(layout, answers[0].vectors)
             self._report.landed(self._lanes, answers, moments)
-            self._uplink.settle(joined.fan_in)
+            if joined.mode in BARRIER_MODES:
+                # Elsewhere nobody knows who else sends at the moment.
+                self._uplink.settle(joined.fan_in)
 
         return NetworkFlight(
             calls,
