@@ -67,6 +67,8 @@ class ShardCore:
         self._private: dict[int, Private] = {}
         self._tentative: dict[int, tuple[Part, ...]] = {}
         """What each group of the open round was answered with."""
+        self._early: list[Watermark] = []
+        """Of these answers."""
         self._history: deque[_Round] = deque()
 
     # --- what workers send ---
@@ -157,6 +159,7 @@ class ShardCore:
             values = self._values(slot, positions, len(positions), turn, work.watermark)
             work.outgoing.append(Outgoing(_key(slot), values))
         work.compute = self._steps(positions, contributions, turn, work.watermark)
+        self._early.append(work.watermark)
         return work
 
     def decide(self, decision: Decision) -> Work:
@@ -169,6 +172,7 @@ class ShardCore:
             self._decide_together(decision, answered, work)
         else:
             self._decide_alone(decision, work)
+        self._early = []
         self._forget(decision.keep_after)
         return work
 
@@ -187,8 +191,16 @@ class ShardCore:
             values = self._values(slot, positions, len(stale), decision.round, work.watermark)
             work.outgoing.append(self._reply(slot, reply, decision, values))
         if decision.parts:
+            if len(done) < len(answered):
+                self._retract()
             work.compute = self._steps(stale, contributions, decision.round, work.watermark)
             work.commit.append(lambda: self._commit(decision))
+
+    def _retract(self) -> None:
+        """Tentative answers were wrong, and may still be on their way: no more of them is sent, and none is overwritten."""
+        for watermark in self._early:
+            watermark.retract()
+        self.weights.renew()
 
     def _decide_alone(self, decision: Decision, work: Work) -> None:
         """ssp, async: a contribution is merged on arrival, and each worker is answered by itself."""
