@@ -185,10 +185,6 @@ def test_a_skipped_round_after_tentative_answers_changes_nothing() -> None:
         assert job.outcome() == plain("local", chosen, codec=codec, outer=OUTER[1]).outcome()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an answer 'unchanged' does not take back the buffers of tentative answers to a round that was skipped",
-)
 def test_in_sync_mode_buffers_of_a_skipped_round_are_as_they_were() -> None:
     job = Job("sync")
     job.push(0)
