@@ -230,6 +230,10 @@ class ShardCore:
         if request.kind == "fetch":
             return self._answer_fetch(slot, reply, request)
         sync = self.assign.mode == "sync"
+        if decision.parts and self._content() == "change" and request.base_version != self.version:
+            # It was away, and holds older values than those that the others' change is to be added to.
+            answer = Answer("weights", reply.note, self.holdings.travelling)
+            return Outgoing(reply.key, self._committed_then(slot, values), answer)
         if decision.parts:
             present = (decision.present,) if sync else ()
             answer = Answer(self._content(), reply.note, self.holdings.travelling, present)
@@ -245,14 +249,32 @@ class ShardCore:
         holdings = self.holdings
         copies = {n: self.weights.wire(n) for n in holdings.travelling if holdings.roles[n] == "buffers"}
         positions = [p for p, place in enumerate(holdings.places) if place.vector in copies]
+        return self._native(slot, turn, positions, copies.__getitem__)
+
+    def _committed_then(self, slot: Slot, values: Values) -> Values:
+        """All committed values, once the computation that ``values`` wait for is committed."""
+        copies: dict[str, Array] = {}
+
+        def copy(name: str) -> Array:
+            if not copies:
+                values.watermark.wait_done()
+                copies.update({name: self.weights.wire(name) for name in self.holdings.travelling})
+            return copies[name]
+
+        return self._native(slot, values.turn, range(len(self.holdings.places)), copy)
+
+    def _native(
+        self, slot: Slot, turn: int, positions: Sequence[int], vector: Callable[[str], Array]
+    ) -> Values:
+        """Units of vectors in their own types."""
 
         def bodies(run: range) -> list[memoryview]:
-            first, last = holdings.places[run.start], holdings.places[run[-1]]
-            return [as_bytes(copies[first.vector][first.start : last.stop])]
+            first, last = self.holdings.places[run.start], self.holdings.places[run[-1]]
+            return [as_bytes(vector(first.vector)[first.start : last.stop])]
 
         there = Watermark()
         there.finish()
-        return Values(holdings, slot.seq, NATIVE, turn, positions, 0, bodies, _never_packed, there)
+        return Values(self.holdings, slot.seq, NATIVE, turn, positions, 0, bodies, _never_packed, there)
 
     def _reply_alone(self, slot: Slot, reply: Reply, decision: Decision, work: Work) -> Outgoing:
         request = slot.finish()
