@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from contextlib import ExitStack
+from typing import Any
 
 from benchmarks.netlab import Network
 from benchmarks.sync.report import (
@@ -17,7 +18,7 @@ from benchmarks.sync.report import (
     own_congestion_control,
     system_congestion_control,
 )
-from benchmarks.sync.rig import Crew, Servers
+from benchmarks.sync.rig import Crew, Order, Servers
 
 NODES = ("w0", "w1")
 RATES = {"20": "20mbit", "100": "100mbit"}
@@ -59,7 +60,7 @@ class Race:
     def block_s(self, name: str, count: int) -> float:
         """Median seconds of ``count`` steps, after one that is not counted, since others went before it."""
         seen = self._act("steps", name=name, count=count + 1)
-        return statistics.median(taken for each in seen for taken in each["seconds"][1:])
+        return float(statistics.median(taken for each in seen for taken in each["seconds"][1:]))
 
     def losses(self) -> dict[str, float]:
         """Each contender's mean loss of its last steps."""
@@ -68,7 +69,7 @@ class Race:
             for name in CONTENDERS
         }
 
-    def _act(self, method: str, **arguments: object) -> list[dict[str, float]]:
+    def _act(self, method: str, **arguments: Any) -> list[Order]:
         return self._crew.act("workshop", method, **arguments)
 
 

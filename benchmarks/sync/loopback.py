@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 import numpy as np
-
 from benchmarks.sync.report import Effort, Findings, Measured
 from benchmarks.sync.rig import Crew, Loopback, Process, Servers
 from benchmarks.sync.rounds import durations
+
+from cadenza.plane.layout import as_bytes
 
 LENGTH = 4 << 20
 """float32 values: 16 MiB."""
@@ -25,8 +26,8 @@ class Echo:
     """The far end of the bare loop: takes all in, then gives as much back."""
 
     def __init__(self, length: int) -> None:
-        self._taken = memoryview(np.zeros(length, np.float32)).cast("B")
-        self._given = memoryview(np.ones(length, np.float32)).cast("B")
+        self._taken = as_bytes(np.zeros(length, np.float32))
+        self._given = as_bytes(np.ones(length, np.float32))
         self._server = socket.create_server(("127.0.0.1", 0))
 
     def port(self) -> dict[str, Any]:
@@ -47,8 +48,8 @@ class Caller:
     """The near end of the bare loop."""
 
     def __init__(self, port: int, length: int) -> None:
-        self._given = memoryview(np.ones(length, np.float32)).cast("B")
-        self._taken = memoryview(np.zeros(length, np.float32)).cast("B")
+        self._given = as_bytes(np.ones(length, np.float32))
+        self._taken = as_bytes(np.zeros(length, np.float32))
         self._connection = socket.create_connection(("127.0.0.1", port))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -8,16 +8,16 @@ import time
 from typing import Any
 
 import torch
+from benchmarks.sync.programs import connect
+from examples.charlm import CONTEXT, CharacterModel, cross_entropy, load
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from benchmarks.sync.programs import connect
 from cadenza.plane.link import Arrays
 from cadenza.plane.messages import Request
 from cadenza.plane.network import NetworkLink
 from cadenza.training.session import Session
-from examples.charlm import CONTEXT, CharacterModel, cross_entropy, load
 
 BATCH = 8
 
@@ -51,8 +51,8 @@ class Trainee:
         self, worker: int, codes: Tensor, vocabulary: int, kind: type[SGD] | type[AdamW], rate: float
     ) -> None:
         torch.manual_seed(0)
-        self.module: nn.Module = CharacterModel(vocabulary)
-        self.model = self.module
+        self.module = CharacterModel(vocabulary)
+        self.model: nn.Module = self.module
         self.optimizer: Optimizer = kind(self.module.parameters(), lr=rate)
         self.losses: list[float] = []
         self._batches = Batches(codes, seed=worker)
