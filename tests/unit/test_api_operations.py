@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cadenza_api.server import metrics
 from cadenza_api.server.metrics import METRICS, JobCollector
 from cadenza_service.jobs.lifecycle import JobState
-from cadenza_service.snapshot import Histogram, JobSnapshot, Progress, Telemetry, WorkerStatus
+from cadenza_service.snapshot import Histogram, JobSnapshot, LinkStatus, Progress, Telemetry, WorkerStatus
 from tests.api_support import Api, problem, running_api
 
 
@@ -38,6 +38,17 @@ def value(samples: Samples, name: str, /, **labels: str) -> float:
     return samples[name, frozenset(labels.items())]
 
 
+LINK = LinkStatus(
+    goodput_bytes_per_second=1.5e6,
+    rtt_seconds=0.05,
+    queueing_delay_seconds=0.04,
+    congestion=0.3,
+    retransmits=7,
+    cause="lower_rate",
+    reason="1.50 MB/s of 2.40 MB/s",
+)
+
+
 def full_snapshot() -> JobSnapshot:
     seconds = Histogram.empty([0.1, 1.0])
     for observed in (0.05, 0.5, 5.0):
@@ -49,7 +60,9 @@ def full_snapshot() -> JobSnapshot:
             rounds=10,
             loss=0.25,
             workers=[
-                WorkerStatus(worker=0, incarnation=1, state="active", local_steps=8, compute_seconds=2.5),
+                WorkerStatus(
+                    worker=0, incarnation=1, state="active", local_steps=8, compute_seconds=2.5, link=LINK
+                ),
                 WorkerStatus(worker=1, incarnation=1, state="active", local_steps=4),
                 WorkerStatus(worker=2, incarnation=1, state="lost"),
             ],
@@ -87,6 +100,12 @@ class TestMetrics:
         assert value(got, "cadenza_worker_local_steps", **job, worker="1") == 4
         assert value(got, "cadenza_worker_staleness_count", **job) == 3
         assert value(got, "cadenza_worker_compute_seconds_total", **job, worker="0") == 2.5
+        link = {**job, "worker": "0"}
+        assert value(got, "cadenza_link_goodput_bytes_per_second", **link) == 1.5e6
+        assert value(got, "cadenza_link_rtt_seconds", **link) == 0.05
+        assert value(got, "cadenza_link_queueing_delay_seconds", **link) == 0.04
+        assert value(got, "cadenza_link_congestion_ratio", **link) == 0.3
+        assert value(got, "cadenza_link_retransmits_total", **link) == 7
         assert value(got, "cadenza_contributions_dropped_total", **job, reason="non_finite") == 1
         assert value(got, "cadenza_failures_total", **job, kind="worker_lost") == 2
 

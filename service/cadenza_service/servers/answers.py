@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from cadenza.plane.connection import Frame
@@ -23,6 +24,7 @@ class Watermark:
         self._passed = 0
         self._done = False
         self._broken = False
+        self._retracted = False
         self._moved = threading.Condition()
 
     def advance(self, to: int) -> None:
@@ -42,6 +44,16 @@ class Watermark:
         with self._moved:
             self._broken = True
             self._moved.notify_all()
+
+    def retract(self) -> None:
+        """What was computed turned out wrong: no more of it is to be sent."""
+        with self._moved:
+            self._retracted = True
+
+    def unless_retracted(self, frames: Callable[[], list[Frame]]) -> list[Frame]:
+        """What ``frames`` makes, from memory that is not written to before :meth:`retract` returns; else nothing."""
+        with self._moved:
+            return [] if self._retracted else frames()
 
     def wait_for(self, count: int) -> None:
         """Wait until ``count`` units are computed.
@@ -86,15 +98,15 @@ class Values:
         for run in self.holdings.runs(self.positions, min(most_elements, MOST_RUN_ELEMENTS)):
             sent += len(run)
             self.watermark.wait_for(min(sent, self.awaited))
-            yield from self._run(run)
+            yield from self.watermark.unless_retracted(partial(self._run, run))
         self.watermark.wait_done()
 
-    def _run(self, run: range) -> Iterator[Frame]:
+    def _run(self, run: range) -> list[Frame]:
         if any(self.packed(position) for position in run):
-            for position in run:
-                yield self._frame(range(position, position + 1), packed=self.packed(position))
-        else:
-            yield self._frame(run, packed=False)
+            return [
+                self._frame(range(position, position + 1), packed=self.packed(position)) for position in run
+            ]
+        return [self._frame(run, packed=False)]
 
     def _frame(self, run: range, *, packed: bool) -> Frame:
         place = self.holdings.places[run.start]

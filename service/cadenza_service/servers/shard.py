@@ -146,10 +146,11 @@ class ShardServer:
                 raise ProtocolError(f"an entry of epoch {entry.epoch}; epoch {self._epoch} has begun")
             core = self.core()
             work = core.decide(entry) if isinstance(entry, Decision) else core.tentative(entry)
-            if work.outgoing:
+            turns = None
+            if core.assign.mode in BARRIER_MODES:
+                turns = Turns()
                 self._uplink.settle(1)
             now = time.monotonic()
-            turns = Turns() if core.assign.mode in BARRIER_MODES else None
             for outgoing in rotation(work.outgoing, core.assign.shard + 1):
                 self._send(outgoing, now, turns)
         work.run(self._lock)

@@ -67,6 +67,8 @@ class ShardCore:
         self._private: dict[int, Private] = {}
         self._tentative: dict[int, tuple[Part, ...]] = {}
         """What each group of the open round was answered with."""
+        self._early: list[Watermark] = []
+        """Of these answers."""
         self._history: deque[_Round] = deque()
 
     # --- what workers send ---
@@ -157,6 +159,7 @@ class ShardCore:
             values = self._values(slot, positions, len(positions), turn, work.watermark)
             work.outgoing.append(Outgoing(_key(slot), values))
         work.compute = self._steps(positions, contributions, turn, work.watermark)
+        self._early.append(work.watermark)
         return work
 
     def decide(self, decision: Decision) -> Work:
@@ -169,6 +172,7 @@ class ShardCore:
             self._decide_together(decision, answered, work)
         else:
             self._decide_alone(decision, work)
+        self._early = []
         self._forget(decision.keep_after)
         return work
 
@@ -185,10 +189,18 @@ class ShardCore:
             # Whose contribution is not in has not got the tentative answers.
             positions = stale if reply.key in merged else stale + fresh
             values = self._values(slot, positions, len(stale), decision.round, work.watermark)
-            work.outgoing.append(self._reply(slot, reply, decision, values))
+            work.outgoing.append(self._reply(slot, reply, decision, values, taken_back=bool(answered)))
         if decision.parts:
+            if len(done) < len(answered):
+                self._retract()
             work.compute = self._steps(stale, contributions, decision.round, work.watermark)
             work.commit.append(lambda: self._commit(decision))
+
+    def _retract(self) -> None:
+        """Tentative answers were wrong, and may still be on their way: no more of them is sent, and none is overwritten."""
+        for watermark in self._early:
+            watermark.retract()
+        self.weights.renew()
 
     def _decide_alone(self, decision: Decision, work: Work) -> None:
         """ssp, async: a contribution is merged on arrival, and each worker is answered by itself."""
@@ -211,7 +223,9 @@ class ShardCore:
 
     # --- answers ---
 
-    def _reply(self, slot: Slot, reply: Reply, decision: Decision, values: Values) -> Outgoing:
+    def _reply(
+        self, slot: Slot, reply: Reply, decision: Decision, values: Values, *, taken_back: bool
+    ) -> Outgoing:
         request = slot.finish()
         if request.kind == "fetch":
             return self._answer_fetch(slot, reply, request)
@@ -221,8 +235,24 @@ class ShardCore:
             answer = Answer(self._content(), reply.note, self.holdings.travelling, present)
             return Outgoing(reply.key, values, answer)
         if sync:
-            return Outgoing(reply.key, None, Answer("unchanged", reply.note))
+            # Tentative answers may have brought buffers of a round that is skipped now.
+            restored = self._committed_buffers(slot, decision.round) if taken_back else None
+            return Outgoing(reply.key, restored, Answer("unchanged", reply.note))
         return self._committed(slot, reply, self.holdings.travelling)
+
+    def _committed_buffers(self, slot: Slot, turn: int) -> Values:
+        """The averaged buffers as they are."""
+        holdings = self.holdings
+        copies = {n: self.weights.wire(n) for n in holdings.travelling if holdings.roles[n] == "buffers"}
+        positions = [p for p, place in enumerate(holdings.places) if place.vector in copies]
+
+        def bodies(run: range) -> list[memoryview]:
+            first, last = holdings.places[run.start], holdings.places[run[-1]]
+            return [as_bytes(copies[first.vector][first.start : last.stop])]
+
+        there = Watermark()
+        there.finish()
+        return Values(holdings, slot.seq, NATIVE, turn, positions, 0, bodies, _never_packed, there)
 
     def _reply_alone(self, slot: Slot, reply: Reply, decision: Decision, work: Work) -> Outgoing:
         request = slot.finish()

@@ -2,8 +2,8 @@
 
 Everything that a round changes is kept twice: what is committed stays as it is until :meth:`Weights.commit`
 exchanges the two. So a group of a round may be computed, and answered, before the round is decided, and computed
-again if the decision differs. Memory, beside the workers' slots: twice the slice, twice the server optimizer's state
-and, with a codec that loses precision, twice the residual.
+again if the decision differs, in other memory (:meth:`Weights.renew`). Memory, beside the workers' slots: twice the
+slice, twice the server optimizer's state and, with a codec that loses precision, twice the residual.
 
 The second buffer of round r is written again in round r + 2. By then every worker has received the answer to round
 r, since it has contributed to round r + 1; so answers are sent from these buffers without a copy. Where workers do
@@ -114,6 +114,12 @@ class Weights:
             self._source[name] = self._wire[name]
         else:
             self._source[name] = self._next[name]
+
+    def renew(self) -> None:
+        """Compute the open round in other memory from now on: what was computed of it may still be being sent."""
+        self._next = {name: values.copy() for name, values in self._next.items()}
+        self._wire = {name: values.copy() for name, values in self._wire.items()}
+        self._encoded = {}
 
     def commit(self) -> None:
         """What was computed, of every unit, becomes the committed state."""

@@ -42,6 +42,8 @@ QUEUE_BYTES: Final = 64 * KB
 counts its own overhead and lets twice as much in."""
 SLACK_S: Final = 0.002
 """Until a thread that could send runs again: what the link carries meanwhile lies in the buffer."""
+FEW_BUFFER_BYTES: Final = 128 * KB
+"""For one or two senders: less lets a link run dry while a busy machine does something else for a few milliseconds."""
 LEAST_BUFFER_BYTES: Final = 16 * KB
 """The kernel fills a segment of 64 KB before it looks at the limit: a smaller limit changes nothing."""
 MOST_BUFFER_BYTES: Final = 4096 * KB
@@ -147,7 +149,8 @@ def _buffer(fan_in: int, rate_bytes_per_s: float | None, rtt_s: float | None) ->
     if rate_bytes_per_s is None or rtt_s is None:
         return None
     under_way = rate_bytes_per_s * (rtt_s + SLACK_S) + QUEUE_BYTES
-    return int(min(MOST_BUFFER_BYTES, max(LEAST_BUFFER_BYTES, under_way / fan_in)))
+    least = FEW_BUFFER_BYTES if fan_in < PACED_FROM else LEAST_BUFFER_BYTES
+    return int(min(MOST_BUFFER_BYTES, max(least, under_way / fan_in)))
 
 
 def _run(fan_in: int, rate_bytes_per_s: float | None) -> int:

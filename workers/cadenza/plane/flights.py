@@ -105,11 +105,13 @@ class NetworkStream:
         ends: Sequence[ShardEnd],
         owner: Callable[[str, int], tuple[int, int]],
         close: Callable[[Request], Flight],
+        packed: Callable[[], Sequence[set[int]]],
     ) -> None:
         """
         Args:
             owner: gives the shard that owns a vector's unit, and the unit's position there.
             close: sends the request itself.
+            packed: by shard, the positions that travel packed; asked for once, at the end.
         """
         self._seq = seq
         self._turn = base_version
@@ -117,6 +119,7 @@ class NetworkStream:
         self._ends = ends
         self._owner = owner
         self._close = close
+        self._packed = packed
         self._sent: list[set[int]] = [set() for _ in ends]
 
     def send(self, vector: str, number: int, ready: Callable[[], None] | None = None) -> None:
@@ -126,8 +129,8 @@ class NetworkStream:
         end.connection.stream(end.frames(self._seq, self._turn, self._values, (position,), ready=ready))
 
     def close(self, request: Request) -> Flight:
-        for end, sent in zip(self._ends, self._sent, strict=True):
+        for end, sent, zeros in zip(self._ends, self._sent, self._packed(), strict=True):
             left = [position for position in range(len(end.holdings.places)) if position not in sent]
             if left:
-                end.connection.stream(end.frames(self._seq, self._turn, self._values, left))
+                end.connection.stream(end.frames(self._seq, self._turn, self._values, left, zeros))
         return self._close(request)

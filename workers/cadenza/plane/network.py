@@ -160,7 +160,7 @@ class NetworkLink:
     def begin(self, request: Request, values: Arrays, into: Arrays) -> NetworkFlight:
         begun_at = self._take_off()
         incoming = self._await_values(request, into)
-        packed, self._packed = self._packed, [set() for _ in self._ends]
+        packed = self._take_packed()
         if request.kind == "update":
             calls = self._update(request, values, packed)
         else:
@@ -168,14 +168,16 @@ class NetworkLink:
         return self._flight(request, calls, incoming, begun_at)
 
     def stream(self, seq: int, base_version: int, values: Arrays, into: Arrays) -> NetworkStream:
-        begun_at = self._take_off()
+        self._take_off()
 
         def close(request: Request) -> NetworkFlight:
+            # What left during the backward pass cost no time.
+            begun_at = time.monotonic()
             incoming = self._await_values(request, into)
             calls = [end.connection.call(request) for end in self._ends]
             return self._flight(request, calls, incoming, begun_at)
 
-        return NetworkStream(seq, base_version, values, self._ends, self._owner, close)
+        return NetworkStream(seq, base_version, values, self._ends, self._owner, close, self._take_packed)
 
     def replayed(self, vector: str) -> NDArray[Any]:
         layout, _ = self._job()
@@ -259,6 +261,10 @@ class NetworkLink:
             end.incoming = expected
         return incoming
 
+    def _take_packed(self) -> list[set[int]]:
+        packed, self._packed = self._packed, [set() for _ in self._ends]
+        return packed
+
     def _update(self, request: Request, values: Arrays, packed: list[set[int]]) -> list[Pending]:
         """Send an update to every shard: behind a barrier to one other host after another, and then to each its turn."""
         _, joined = self._job()
@@ -287,7 +293,9 @@ class NetworkLink:
             rounds = len(answers[0].present) if answers[0].content == "gradients" else 1
             self.raw_pull_bytes += rounds * _size_bytes(layout, answers[0].vectors)
             self._report.landed(self._lanes, answers, moments)
-            self._uplink.settle(joined.fan_in)
+            if joined.mode in BARRIER_MODES:
+                # Elsewhere nobody knows who else sends at the moment.
+                self._uplink.settle(joined.fan_in)
 
         return NetworkFlight(
             calls,

@@ -7,18 +7,13 @@ from cadenza.plane.codec_names import CODEC_NAMES, check_codec
 from cadenza.plane.codecs.base import Codec, Turn
 from cadenza.plane.codecs.compressor import Compressor
 from cadenza.plane.codecs.feedback import compress
-from cadenza.plane.codecs.native_slices import AUTO, CODECS, SliceCodec, as_bytes
 from cadenza.plane.codecs.registry import codec_named
 
 __all__ = [
-    "AUTO",
-    "CODECS",
     "CODEC_NAMES",
     "Codec",
     "Compressor",
-    "SliceCodec",
     "Turn",
-    "as_bytes",
     "check_codec",
     "codec_named",
     "compress",
