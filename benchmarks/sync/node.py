@@ -1,4 +1,4 @@
-"""One process of a measured job: a shard, the coordinator, or a worker that runs one of :mod:`benchmarks.sync.programs`.
+"""One process of a measured job: a shard, the coordinator, or a worker that runs programs of this package.
 
 ``python -m benchmarks.sync.node`` reads its orders as lines of JSON and answers each with one. The processes are the
 product's own servers and links, without Ray, so that they may be put into network namespaces one by one.
@@ -10,33 +10,74 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-from cadenza.plane.control import Control
-from cadenza.plane.network import NetworkLink
+from cadenza.plane.connection import Connection
+from cadenza.plane.messages import Decision, Request, Tentative
 from cadenza.spec import JobSpec
 from cadenza_service.coordination import terms
 from cadenza_service.coordination.coordinator import CoordinatorConfig, CoordinatorServer
 from cadenza_service.servers.shard import ShardServer
+from cadenza_service.servers.slots import Slot
 
 Order = dict[str, Any]
 
+PATIENCE_S = 120.0
+"""How long a job's processes wait for each other."""
+
+
+class WatchedShard(ShardServer):
+    """A shard that notes when it had all of a round, and when it was told that the round is decided."""
+
+    def __init__(self, host: str, key: bytes) -> None:
+        super().__init__(host, key, epoch=1)
+        self.moments: list[tuple[float, float]] = []
+        """Of each decision: monotonic seconds at which the latest part of an update was there, and of the decision."""
+        self._arrived_at = 0.0
+
+    def received(self, slot: Slot) -> None:
+        self._arrived_at = time.monotonic()
+        super().received(slot)
+
+    def requested(self, connection: Connection, call: int, request: Request) -> None:
+        self._arrived_at = time.monotonic()
+        super().requested(connection, call, request)
+
+    def decided(self, entry: Decision | Tentative) -> None:
+        if isinstance(entry, Decision):
+            self.moments.append((self._arrived_at, time.monotonic()))
+        super().decided(entry)
+
 
 class Node:
-    """Carries orders out; keeps its servers until the process ends."""
+    """Carries orders out; keeps its servers and programs until the process ends."""
 
     def __init__(self) -> None:
-        self._servers: list[Any] = []
+        self._shard: WatchedShard | None = None
+        self._coordinator: CoordinatorServer | None = None
+        self._programs: dict[str, Any] = {}
 
     def shard(self, host: str, key: str) -> Order:
         """Serve one shard; answers with its address."""
-        server = ShardServer(host, bytes.fromhex(key), epoch=1)
-        self._servers.append(server)
-        return {"address": server.address}
+        self._shard = WatchedShard(host, bytes.fromhex(key))
+        return {"address": self._shard.address}
+
+    def moments(self, count: int) -> Order:
+        """When the shard had the latest ``count`` rounds, and when they were decided."""
+        assert self._shard is not None, "the order shard comes first"
+        return {"moments": self._shard.moments[-count:]}
 
     def coordinator(
-        self, host: str, key: str, spec: Order, workers: int, shards: list[tuple[str, int]]
+        self,
+        host: str,
+        key: str,
+        spec: Order,
+        workers: int,
+        shards: list[tuple[str, int]],
+        congestion_control: str,
     ) -> Order:
         """Serve the coordinator of a job; answers with its address."""
         checked = JobSpec.model_validate({"name": "benchmark", "entrypoint": "module:train", **spec})
@@ -47,43 +88,31 @@ class Node:
             spec=checked,
             workers=tuple(range(workers)),
             incarnation=1,
-            join_timeout_s=120.0,
-            round_timeout_s=120.0,
+            join_timeout_s=PATIENCE_S,
+            round_timeout_s=PATIENCE_S,
             host=host,
             groups=terms.groups(checked, dedicated=False),
-            congestion_control=os.environ.get("CADENZA_CONGESTION_CONTROL", "auto"),
+            congestion_control=congestion_control,
         )
-        server = CoordinatorServer(config)
-        server.connect_shards([(str(host), int(port)) for host, port in shards])
-        self._servers.append(server)
-        return {"address": server.address}
+        self._coordinator = CoordinatorServer(config)
+        self._coordinator.connect_shards([(str(host), int(port)) for host, port in shards])
+        return {"address": self._coordinator.address}
 
-    def worker(
-        self, coordinator: tuple[str, int], key: str, worker: int, program: str, arguments: Order
-    ) -> Order:
-        """Join the job and run ``module:function`` with the link; answers with what it returns."""
-        host, port = coordinator
-        control = Control.connect(host, port, bytes.fromhex(key), worker=worker, incarnation=1)
-        link = NetworkLink(control)
-        try:
-            return self._call(program, link=link, **arguments)
-        finally:
-            link.close()
-            control.close()
+    def open(self, name: str, program: str, arguments: Order) -> Order:
+        """Make an object of the class ``module:Class`` and keep it as ``name``."""
+        module, _, kind = program.partition(":")
+        self._programs[name] = getattr(importlib.import_module(module), kind)(**arguments)
+        return {}
 
-    def call(self, program: str, arguments: Order) -> Order:
-        """Run ``module:function`` without a job."""
-        return self._call(program, **arguments)
+    def act(self, name: str, method: str, arguments: Order) -> Order:
+        """Call a method of an open program, which returns plain data, or nothing."""
+        result: Order | None = getattr(self._programs[name], method)(**arguments)
+        return result or {}
 
-    def cpu(self) -> Order:
-        """CPU seconds that the process has used."""
-        times = os.times()
-        return {"seconds": times.user + times.system}
-
-    def _call(self, program: str, **arguments: Any) -> Order:
-        module, _, name = program.partition(":")
-        result: Order = getattr(importlib.import_module(module), name)(**arguments)
-        return result
+    def usage(self) -> Order:
+        """CPU seconds that the process has used, and the memory that it holds, in bytes."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {"cpu_s": time.process_time(), "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
 
 
 def main() -> None:
