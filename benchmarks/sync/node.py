@@ -36,7 +36,13 @@ class Node:
         return {"address": server.address}
 
     def coordinator(
-        self, host: str, key: str, spec: Order, workers: int, shards: list[tuple[str, int]]
+        self,
+        host: str,
+        key: str,
+        spec: Order,
+        workers: int,
+        shards: list[tuple[str, int]],
+        round_timeout_s: float,
     ) -> Order:
         """Serve the coordinator of a job; answers with its address."""
         checked = JobSpec.model_validate({"name": "benchmark", "entrypoint": "module:train", **spec})
@@ -48,7 +54,7 @@ class Node:
             workers=tuple(range(workers)),
             incarnation=1,
             join_timeout_s=120.0,
-            round_timeout_s=120.0,
+            round_timeout_s=round_timeout_s,
             host=host,
             groups=terms.groups(checked, dedicated=False),
             congestion_control=os.environ.get("CADENZA_CONGESTION_CONTROL", "auto"),

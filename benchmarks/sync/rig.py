@@ -95,6 +95,7 @@ class Job:
         shards: Sequence[str],
         coordinator: str,
         together: bool = False,
+        round_timeout_s: float = 120.0,
     ) -> None:
         """
         Args:
@@ -102,6 +103,7 @@ class Job:
             shards: a node for each shard.
             coordinator: its node.
             together: shards and coordinator in one process.
+            round_timeout_s: how long a round waits for anybody.
         """
         self._key = secrets.token_hex(32)
         self.head = Process(places, coordinator)
@@ -115,10 +117,16 @@ class Job:
             spec=spec,
             workers=len(workers),
             shards=addresses,
+            round_timeout_s=round_timeout_s,
         )["address"]
 
     def run(self, program: str, **arguments: Any) -> list[dict[str, Any]]:
         """Let every worker join and run a program; their results in order."""
+        self.begin(program, **arguments)
+        return [worker.take() for worker in self.workers]
+
+    def begin(self, program: str, **arguments: Any) -> None:
+        """Let every worker join and run a program, without waiting; each has its result."""
         for number, worker in enumerate(self.workers):
             worker.give(
                 "worker",
@@ -128,7 +136,6 @@ class Job:
                 program=program,
                 arguments=arguments,
             )
-        return [worker.take() for worker in self.workers]
 
     def processes(self) -> list[Process]:
         """Each once."""
