@@ -165,14 +165,16 @@ class ShardCore:
     def decide(self, decision: Decision) -> Work:
         """Carry out the next entry of the coordinator's log: the answers that it releases, and what is to compute."""
         self._next_entry(decision.index)
+        # Else only fetches are answered: what the open round was answered with still holds.
+        closes = decision.round != self.round
         self.round = decision.round
-        answered, self._tentative = self._tentative, {}
         work = Work()
         if self.assign.mode in BARRIER_MODES:
-            self._decide_together(decision, answered, work)
+            self._decide_together(decision, self._tentative if closes else {}, work)
         else:
             self._decide_alone(decision, work)
-        self._early = []
+        if closes:
+            self._tentative, self._early = {}, []
         self._forget(decision.keep_after)
         return work
 
@@ -287,7 +289,7 @@ class ShardCore:
         values = Values(
             self.holdings,
             slot.seq,
-            self.assign.codec,
+            private.codec,
             turn,
             positions,
             len(positions),
@@ -303,7 +305,7 @@ class ShardCore:
         return "weights" if self.assign.codec == NATIVE else "change"
 
     def _answer_fetch(self, slot: Slot, reply: Reply, request: Request) -> Outgoing:
-        if request.base_version == self.version:
+        if request.base_version == self.version and not self._approximate:
             return Outgoing(reply.key, None, Answer("unchanged", reply.note))
         if self.assign.mode == "sync" and request.base_version >= 0:
             return self._replay(reply, request)
@@ -369,13 +371,18 @@ class ShardCore:
 
     def _private_of(self, worker: int) -> Private:
         if worker not in self._private:
-            self._private[worker] = Private(self.assign, self.holdings, worker)
+            self._private[worker] = Private(self.assign, self.holdings)
         return self._private[worker]
 
     def _holds(self, worker: int, vectors: Iterable[str]) -> None:
         """Where answers say what has changed since a worker's latest one, remember what it has now."""
-        if self.assign.mode not in BARRIER_MODES and self.assign.codec != NATIVE:
+        if self._approximate:
             self._private_of(worker).holds(self.weights, vectors)
+
+    @property
+    def _approximate(self) -> bool:
+        """Whether a worker that knows a version may hold something else, for which its answers owe it the rest."""
+        return self.assign.mode not in BARRIER_MODES and self.assign.codec != NATIVE
 
 
 def _key(slot: Slot) -> Key:
