@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.sync.programs import Pusher
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -123,3 +124,24 @@ def test_the_last_evaluation_is_of_the_weights_that_the_shards_hold(mode: str, w
         seen = cluster.run(evaluated)
         committed = torch.tensor(cluster.state()[PARAMETERS])
     assert any(torch.equal(weights[-1], committed) for weights in seen if weights)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_round_of_which_nothing_is_merged_brings_everyone_back(codec: str, streamed: bool) -> None:
+    def body(worker: int, link: NetworkLink) -> list[float]:
+        pusher = Pusher(link, 8)
+        bad = {PARAMETERS: np.full(8, np.nan, np.float32)}
+        request = Request("update", 2, 0, (PARAMETERS,), samples=1, steps=1)
+        into = {PARAMETERS: pusher.into}
+        flight = link.stream(2, 0, bad, into).close(request) if streamed else link.begin(request, bad, into)
+        note = flight.result().note
+        assert (note.version, note.round, note.dropped) == (0, 1, "non_finite")
+        assert not pusher.into.any()
+        good = Request("update", 3, 0, (PARAMETERS,), samples=1, steps=1)
+        link.begin(good, {PARAMETERS: np.ones(8, np.float32)}, into).result()
+        pusher.finish()
+        return [float(value) for value in pusher.into]
+
+    with LocalCluster(job_spec(sync={"mode": "local", "codec": codec}), workers=2) as cluster:
+        assert cluster.run(body) == [pytest.approx([1.0] * 8, abs=0.01)] * 2

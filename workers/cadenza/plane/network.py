@@ -162,7 +162,7 @@ class NetworkLink:
         incoming = self._await_values(request, into)
         packed, self._packed = self._packed, [set() for _ in self._ends]
         if request.kind == "update":
-            calls = self._update(request, values, packed)
+            calls = self._update(request, values, into, packed)
         else:
             calls = [end.connection.call(request, into=self._whole(end, into)) for end in self._ends]
         return self._flight(request, calls, incoming, begun_at)
@@ -172,7 +172,7 @@ class NetworkLink:
 
         def close(request: Request) -> NetworkFlight:
             incoming = self._await_values(request, into)
-            calls = [end.connection.call(request) for end in self._ends]
+            calls = [end.connection.call(request, into=self._whole(end, into)) for end in self._ends]
             return self._flight(request, calls, incoming, begun_at)
 
         return NetworkStream(seq, base_version, values, self._ends, self._owner, close)
@@ -259,14 +259,18 @@ class NetworkLink:
             end.incoming = expected
         return incoming
 
-    def _update(self, request: Request, values: Arrays, packed: list[set[int]]) -> list[Pending]:
+    def _update(
+        self, request: Request, values: Arrays, into: Arrays, packed: list[set[int]]
+    ) -> list[Pending]:
         """Send an update to every shard: behind a barrier to one other host after another, and then to each its turn."""
         _, joined = self._job()
         turns = Turns() if joined.mode in BARRIER_MODES else None
         calls: dict[int, Pending] = {}
         for end in rotation(self._ends, self.worker + 1):
             in_turn = turns if not end.connection.local else None
-            calls[end.number] = end.update(request, values, packed[end.number], in_turn)
+            calls[end.number] = end.update(
+                request, values, packed[end.number], in_turn, self._whole(end, into)
+            )
         return [calls[number] for number in range(len(self._ends))]
 
     def _take_off(self) -> float:
@@ -313,7 +317,7 @@ class NetworkLink:
         return [part for name, part in end.holdings.slices.items() if name in vectors]
 
     def _whole(self, end: ShardEnd, into: Arrays) -> Callable[[Message, int], Sequence[Buffer]]:
-        """Where a shard's answer to a fetch goes: its slices of the arrays, in layout order."""
+        """Where an answer's whole vectors go, of a fetch or where nothing was merged: slices, in layout order."""
 
         def destination(message: Message, length: int) -> Sequence[Buffer]:
             if not isinstance(message, Answer):

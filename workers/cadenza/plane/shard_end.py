@@ -64,10 +64,18 @@ class ShardEnd(NoRequests):
     # --- sending ---
 
     def update(
-        self, request: Request, values: Arrays, packed: Collection[int], turns: Turns | None
+        self,
+        request: Request,
+        values: Arrays,
+        packed: Collection[int],
+        turns: Turns | None,
+        into: Callable[[Message, int], Sequence[Buffer]],
     ) -> Pending:
-        """Send a request, and every unit of its update; with ``turns``, after what was chained before."""
-        pending = self.connection.call(request)
+        """Send a request, and every unit of its update; with ``turns``, after what was chained before.
+
+        ``into`` is where whole vectors go: the answer's own, where nothing was merged.
+        """
+        pending = self.connection.call(request, into=into)
         every = range(len(self.holdings.places))
         frames = self.frames(request.seq, request.base_version, values, every, packed)
         self.connection.stream(turns.chain(self.connection, frames) if turns else frames, pending)
