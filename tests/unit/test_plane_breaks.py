@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,11 @@ from benchmarks.sync.programs import Pusher
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from cadenza.plane.connection import Connection, NoRequests
 from cadenza.plane.layout import as_bytes
-from cadenza.plane.messages import Key, Part, Publish, Request, Tentative
+from cadenza.plane.messages import Done, Key, Part, Publish, Request, Tentative
 from cadenza.plane.network import NetworkLink
+from cadenza.plane.wire import Identity, Role
 from cadenza.training.session import Session
 from cadenza_service.servers.shard_core import ShardCore
 from tests.harness import LocalCluster, job_spec
@@ -145,3 +150,18 @@ def test_a_round_of_which_nothing_is_merged_brings_everyone_back(codec: str, str
 
     with LocalCluster(job_spec(sync={"mode": "local", "codec": codec}), workers=2) as cluster:
         assert cluster.run(body) == [pytest.approx([1.0] * 8, abs=0.01)] * 2
+
+
+def test_a_peer_that_is_gone_before_its_connection_is_used_ends_it_in_order() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = socket.create_connection(listener.getsockname())
+        sock, _ = listener.accept()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()  # With a reset.
+        with pytest.raises(ConnectionResetError):
+            sock.recv(1)
+        connection = Connection(sock, "the peer", Identity(Role.WORKER), NoRequests()).start()
+        with pytest.raises(ConnectionError):
+            connection.call(Done()).result(5.0)
+        connection.close()
+        connection.join(5.0)
