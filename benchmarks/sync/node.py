@@ -78,6 +78,7 @@ class Node:
         workers: int,
         shards: list[tuple[str, int]],
         congestion_control: str,
+        round_timeout_s: float,
     ) -> Order:
         """Serve the coordinator of a job; answers with its address."""
         checked = JobSpec.model_validate({"name": "benchmark", "entrypoint": "module:train", **spec})
@@ -89,7 +90,7 @@ class Node:
             workers=tuple(range(workers)),
             incarnation=1,
             join_timeout_s=PATIENCE_S,
-            round_timeout_s=PATIENCE_S,
+            round_timeout_s=round_timeout_s,
             host=host,
             groups=terms.groups(checked, dedicated=False),
             congestion_control=congestion_control,

@@ -89,6 +89,10 @@ class Process:
         self.give(order, **arguments)
         return self.take()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def end(self) -> None:
         """End it, at once."""
         self._process.kill()
@@ -111,6 +115,7 @@ class Servers:
         coordinator: str,
         together: bool = False,
         congestion_control: str = "auto",
+        round_timeout_s: float = ORDER_TIMEOUT_S,
     ) -> None:
         """
         Args:
@@ -119,6 +124,7 @@ class Servers:
             shards: a node for each shard.
             coordinator: its node.
             together: shards and coordinator in one process.
+            round_timeout_s: how long a round may wait.
         """
         self._key = secrets.token_hex(32)
         self.head = Process(places, coordinator)
@@ -134,6 +140,7 @@ class Servers:
                 workers=workers,
                 shards=[shard.take()["address"] for shard in self.shards],
                 congestion_control=congestion_control,
+                round_timeout_s=round_timeout_s,
             )["address"]
         except BaseException:
             self.end()
@@ -173,10 +180,14 @@ class Crew:
 
     def act(self, name: str, method: str, servers: Servers | None = None, /, **arguments: Any) -> list[Order]:
         """Each worker calls a method of what it opened, all at the same moment; their results in order."""
+        self.begin(name, method, servers, **arguments)
+        return self._take()
+
+    def begin(self, name: str, method: str, servers: Servers | None = None, /, **arguments: Any) -> None:
+        """The same without waiting: each worker then has its result."""
         for number, worker in enumerate(self.workers):
             given = arguments | _seat(servers, number)
             worker.give("act", name=name, method=method, arguments=given)
-        return self._take()
 
     def _take(self) -> list[Order]:
         return [worker.take() for worker in self.workers]

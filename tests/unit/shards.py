@@ -181,7 +181,9 @@ class Peer:
     ) -> list[Received]:
         """Send an update; ``values`` are whole vectors."""
         self.end.incoming = Incoming(seq, self.into, self.changes)
-        news = self._core.request(self.worker, 1, update(seq, self._core.holdings.travelling))
+        base = self.answers[-1].note.version if self.answers else 0
+        request = update(seq, self._core.holdings.travelling, base_version=base)
+        news = self._core.request(self.worker, 1, request)
         slot = self._core.slot(self.worker, 1)
         every = range(len(self.end.holdings.places)) if positions is None else positions
         for message, bodies, _ in self.end.frames(seq, turn, values, every, packed):

@@ -626,7 +626,22 @@ def test_a_lost_receipt_is_a_timeout_that_names_its_worker() -> None:
     (failure,) = job.rounds.tick(now=15.1)
     assert isinstance(failure, JobFails)
     assert (failure.kind, failure.worker) == ("timeout", 1)
-    assert "round 1 waited 10 s for worker 1" in failure.message
+    assert failure.message == "round 1 waited 10 s for worker 1 (not yet on parameter server 1)"
+
+
+@pytest.mark.parametrize("mode", ["local", "sync", "async", "ssp"])
+def test_a_shard_that_nothing_reaches_is_a_timeout_that_names_it(mode: Mode) -> None:
+    """No contribution is ever complete, so that nobody waits for another one's."""
+    job = Coordinator(mode, 3, shards=2, staleness=4)
+    job.hear(receipt(Key(1, 1, 1), shard=0), now=5.0)
+    job.hear(receipt(Key(0, 1, 1), shard=0), now=6.0)
+    assert job.rounds.tick(now=15.0) == []
+    (failure,) = job.rounds.tick(now=15.1)
+    assert isinstance(failure, JobFails)
+    partial = "worker 0 (not yet on parameter server 1), worker 1 (not yet on parameter server 1)"
+    silent = "worker 2, " if mode in ("local", "sync") else ""
+    assert failure.message == f"round 1 waited 10 s for {silent}{partial}"
+    assert failure.worker == (2 if silent else 0)
 
 
 def test_a_worker_held_too_long_in_ssp_names_the_slowest() -> None:

@@ -150,7 +150,7 @@ def test_without_a_barrier_what_a_worker_holds_follows_the_committed_state(mode:
 
     for _ in range(200):
         worst.append(turn())
-    assert max(worst[100:]) < 1.5 * max(worst[:100]), "the difference does not grow"
+    assert max(worst[100:]) <= 1.5 * max(worst[:100]), "the difference does not grow"
     assert max(worst) < 2.0
     still = {name: np.zeros_like(values) for name, values in job.peers[0].into.items()}
     for _ in range(150):

@@ -102,7 +102,7 @@ def test_another_version_is_refused_by_both_sides(monkeypatch: pytest.MonkeyPatc
     hello, old, _ = exchange()
     monkeypatch.setattr(wire, "PROTOCOL_VERSION", wire.PROTOCOL_VERSION + 1)
     assert wire.read_client_hello(KEY, hello, old) == (Status.WRONG_VERSION, None)
-    with pytest.raises(HandshakeError, match="the server speaks protocol 1, we speak 2"):
+    with pytest.raises(HandshakeError, match="the server speaks protocol 2, we speak 3"):
         wire.read_server_hello(hello)
 
 
@@ -153,7 +153,7 @@ def test_garbage_is_a_protocol_error_or_a_header_within_bounds(data: bytes) -> N
     [
         (0, b"xx", "not a frame"),
         (2, b"\x00", "not a frame"),
-        (2, b"\x02", "not a frame"),
+        (2, b"\x03", "not a frame"),
         (3, bytes([wire.FLAG_TAG]), "unknown flags 0x2"),
         (3, b"\x80", "unknown flags 0x80"),
         (8, struct.pack("!I", wire.MAX_MESSAGE_BYTES + 1), "at most"),
@@ -161,7 +161,7 @@ def test_garbage_is_a_protocol_error_or_a_header_within_bounds(data: bytes) -> N
     ],
     ids=["magic", "old", "new", "tag", "flag", "length", "reserved"],
 )
-def test_what_version_1_does_not_send_is_refused(offset: int, value: bytes, says: str) -> None:
+def test_what_this_version_does_not_send_is_refused(offset: int, value: bytes, says: str) -> None:
     data = bytearray(wire.pack_header(Header(1, True, 10, 0, 0)))
     data[offset : offset + len(value)] = value
     with pytest.raises(ProtocolError, match=says):

@@ -18,7 +18,7 @@ A worker that evaluates is not waited for. Its next request brings it back.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cadenza.plane.messages import Decision, Key, Note, Part, Received, Reply, Span, Tentative
@@ -108,6 +108,8 @@ class Arrival:
 
     message: Received
     """What it says of itself; not finite if any part of it is not."""
+    begun_at: float
+    """When the first shard told of it."""
     shards: dict[int, set[int]] = field(default_factory=dict)
     """By group, who has it."""
 
@@ -123,8 +125,15 @@ class Arrival:
 
     def complete(self, rules: RoundRules) -> bool:
         """Whether every shard has all of it."""
-        groups = rules.groups if self.message.kind == "update" else 1
-        return all(self.has(group, rules) for group in range(groups))
+        return all(self.has(group, rules) for group in self._groups(rules))
+
+    def lacking(self, rules: RoundRules) -> list[int]:
+        """The shards that do not have all of it."""
+        groups = [self.shards.get(group, set()) for group in self._groups(rules)]
+        return [shard for shard in range(rules.shards) if not all(shard in group for group in groups)]
+
+    def _groups(self, rules: RoundRules) -> range:
+        return range(rules.groups if self.message.kind == "update" else 1)
 
 
 @dataclass(frozen=True)
@@ -240,7 +249,7 @@ class Rounds:
             return [Dropped(key.worker, "stale_incarnation")]
         if key.seq <= member.last_seq:
             return [Dropped(key.worker, "duplicate")] if message.shard == message.group == 0 else []
-        arrival = self._arriving.setdefault(key, Arrival(message))
+        arrival = self._arriving.setdefault(key, Arrival(message, now))
         arrival.add(message)
         if not arrival.complete(self.rules):
             return self._answer_early()
@@ -260,13 +269,22 @@ class Rounds:
         return self._advance(now)
 
     def tick(self, now: float) -> list[Output]:
-        """Time passes: a round that waits too long ends the job, naming who is missing."""
+        """Time passes: a round that waits too long ends the job, naming who is missing.
+
+        It begins to wait when the first shard has a part of the first contribution: where a shard cannot be reached,
+        no contribution ever arrives as a whole.
+        """
         waiting = [*self._waiting.values(), *(contribution for contribution, _ in self._held.values())]
-        oldest = min((contribution.arrived_at for contribution in waiting), default=now)
+        begun = [contribution.arrived_at for contribution in waiting]
+        begun += [arrival.begun_at for arrival in self._arriving.values()]
+        oldest = min(begun, default=now)
         if now - oldest <= self.rules.round_timeout_s:
             return []
-        missing = self.missing()
-        names = ", ".join(f"worker {worker}" for worker in missing) or "nobody"
+        partial = {key.worker: arrival.lacking(self.rules) for key, arrival in sorted(self._arriving.items())}
+        # Without a barrier nobody is waited for but where somebody's answer is held back.
+        awaited = self.missing() if waiting or self.rules.barrier else []
+        missing = [*(worker for worker in awaited if worker not in partial), *partial]
+        names = ", ".join(_named(worker, partial.get(worker, ())) for worker in missing) or "nobody"
         return [
             JobFails(
                 "timeout",
@@ -566,6 +584,12 @@ class Rounds:
             keep_after=min((member.version for member in self._evaluating()), default=None),
             spans=spans,
         )
+
+
+def _named(worker: int, lacking: Sequence[int]) -> str:
+    """A worker in a sentence, with the parameter servers that do not have its contribution yet, if others do."""
+    shards = ", ".join(map(str, lacking))
+    return f"worker {worker} (not yet on parameter server {shards})" if lacking else f"worker {worker}"
 
 
 def _spans(contributions: list[Contribution]) -> tuple[Span, ...]:

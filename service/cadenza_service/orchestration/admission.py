@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.spec import JobSpec
+from cadenza_service.coordination import terms
 from cadenza_service.orchestration.link_loads import counted
 from cadenza_service.orchestration.placement import fitting, place
 from cadenza_service.orchestration.resources import ROLE_LABEL, Demand, Node, Placement, Resources, demand
@@ -41,7 +42,7 @@ Admission = Admit | Wait | Unschedulable
 
 def admit(spec: JobSpec, nodes: Sequence[Node]) -> Admission:
     """Decide on one waiting job: as many workers as fit now, between its bounds."""
-    now = place(demand(spec, spec.workers.most), nodes)
+    now = place(demand(spec, spec.workers.most), nodes, terms.groups(spec, dedicated=True))
     if now is not None:
         return Admit(now)
     least = demand(spec)

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cadenza.plane.connection import Buffer, Connection, Frame, Handler, Refusal
+from cadenza.plane.inflow import Inflow
 from cadenza.plane.messages import (
     BARRIER_MODES,
     Assign,
@@ -57,6 +58,7 @@ class ShardServer:
         self._arrived: dict[Key, float] = {}
         """Monotonic seconds at which the latest part of a request that is not answered yet was there."""
         self._uplink = Uplink("auto")
+        self._inflow = Inflow()
         self._server = Server(host, key, self._accept, self._handler)
 
     @property
@@ -126,6 +128,10 @@ class ShardServer:
         """A worker's connection has ended."""
         self._uplink.remove(connection)
 
+    def came(self, length: int, begun_at: float) -> None:
+        """So many bytes have come from another host, the first at ``begun_at``."""
+        self._inflow.came(length, begun_at, time.monotonic())
+
     def received(self, slot: Slot) -> None:
         """More units of a worker's update are there."""
         with self._lock:
@@ -138,6 +144,7 @@ class ShardServer:
             news = self.core().request(identity.worker, identity.incarnation, request)
             # A repeated request is not taken twice, but its answer goes to where it was last asked for.
             self._calls[key] = (connection, call)
+            self._inflow.seen(request.link)
             self._tell(news)
 
     def decided(self, entry: Decision | Tentative) -> None:
@@ -146,22 +153,24 @@ class ShardServer:
                 raise ProtocolError(f"an entry of epoch {entry.epoch}; epoch {self._epoch} has begun")
             core = self.core()
             work = core.decide(entry) if isinstance(entry, Decision) else core.tentative(entry)
-            turns = None
+            turns = pace = None
             if core.assign.mode in BARRIER_MODES:
                 turns = Turns()
-                self._uplink.settle(1)
+                if work.outgoing and isinstance(entry, Decision):
+                    self._uplink.settle(1)
+                    pace = self._inflow.settle()
             now = time.monotonic()
             for outgoing in rotation(work.outgoing, core.assign.shard + 1):
-                self._send(outgoing, now, turns)
+                self._send(outgoing, now, turns, pace)
         work.run(self._lock)
 
-    def _send(self, outgoing: Outgoing, now: float, turns: Turns | None) -> None:
+    def _send(self, outgoing: Outgoing, now: float, turns: Turns | None, pace: float | None) -> None:
         connection, call = self._calls[outgoing.key]
         if outgoing.answer is not None:
             del self._calls[outgoing.key]
         waited_s = now - self._arrived.pop(outgoing.key, now) if outgoing.answer is not None else 0.0
         lane = self._uplink.lane(connection)
-        frames = _frames(outgoing, connection, call, lane, decided_at=now, waited_s=waited_s)
+        frames = _frames(outgoing, connection, call, lane, decided_at=now, waited_s=waited_s, pace=pace)
         in_turn = turns is not None and not connection.local
         connection.stream(turns.chain(connection, frames) if turns and in_turn else frames)
 
@@ -185,6 +194,7 @@ def _frames(
     *,
     decided_at: float,
     waited_s: float,
+    pace: float | None,
 ) -> Iterator[Frame]:
     """An answer's values as they are computed, and then, if the round is decided, the answer itself."""
     seen = lane.monitor.latest if lane is not None else None
@@ -197,7 +207,9 @@ def _frames(
             yield frame
     if outgoing.answer is not None:
         served_s = max(begun_at - decided_at, 0.0)
-        answer = replace(outgoing.answer, waited_s=waited_s, served_s=served_s, link=seen)
+        answer = replace(
+            outgoing.answer, waited_s=waited_s, served_s=served_s, link=seen, pace_bytes_per_s=pace
+        )
         yield Frame(answer, outgoing.bodies, answers=call)
 
 
@@ -223,6 +235,9 @@ class _WorkerHandler(_ShardHandler):
         self._bodies: Sequence[Buffer] = ()
         self._scratch = bytearray()
         self._lane: Lane | None = None
+        self._begun_at = 0.0
+        self._length = 0
+        """When the latest units began to come, and how many bytes they are."""
         self._seq = 0
         """Of the request that comes in, or came last."""
 
@@ -230,6 +245,7 @@ class _WorkerHandler(_ShardHandler):
         try:
             match message:
                 case Units():
+                    self._begun_at, self._length = time.monotonic(), length
                     slot = self._shard.slot(connection)
                     self._bodies = slot.destination(message, length, self._memory)
                     return self._bodies
@@ -248,6 +264,8 @@ class _WorkerHandler(_ShardHandler):
                 slot = self._shard.slot(connection)
                 # A frame without bytes never asks for buffers; a packed unit of zeros is one.
                 slot.accept(message, bodies or slot.destination(message, 0, self._memory))
+                if self._lane is not None:
+                    self._shard.came(self._length, self._begun_at)
                 self._shard.received(slot)
             case Publish(vectors=vectors):
                 self._shard.published(connection, call, message, bodies or self._empty(vectors))

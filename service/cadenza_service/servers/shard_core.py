@@ -165,14 +165,16 @@ class ShardCore:
     def decide(self, decision: Decision) -> Work:
         """Carry out the next entry of the coordinator's log: the answers that it releases, and what is to compute."""
         self._next_entry(decision.index)
+        # Else only fetches are answered: what the open round was answered with still holds.
+        closes = decision.round != self.round
         self.round = decision.round
-        answered, self._tentative = self._tentative, {}
         work = Work()
         if self.assign.mode in BARRIER_MODES:
-            self._decide_together(decision, answered, work)
+            self._decide_together(decision, self._tentative if closes else {}, work)
         else:
             self._decide_alone(decision, work)
-        self._early = []
+        if closes:
+            self._tentative, self._early = {}, []
         self._forget(decision.keep_after)
         return work
 
@@ -230,6 +232,10 @@ class ShardCore:
         if request.kind == "fetch":
             return self._answer_fetch(slot, reply, request)
         sync = self.assign.mode == "sync"
+        if decision.parts and self._content() == "change" and request.base_version != self.version:
+            # It was away, and holds older values than those that the others' change is to be added to.
+            answer = Answer("weights", reply.note, self.holdings.travelling)
+            return Outgoing(reply.key, self._committed_then(slot, values), answer)
         if decision.parts:
             present = (decision.present,) if sync else ()
             answer = Answer(self._content(), reply.note, self.holdings.travelling, present)
@@ -245,14 +251,32 @@ class ShardCore:
         holdings = self.holdings
         copies = {n: self.weights.wire(n) for n in holdings.travelling if holdings.roles[n] == "buffers"}
         positions = [p for p, place in enumerate(holdings.places) if place.vector in copies]
+        return self._native(slot, turn, positions, copies.__getitem__)
+
+    def _committed_then(self, slot: Slot, values: Values) -> Values:
+        """All committed values, once the computation that ``values`` wait for is committed."""
+        copies: dict[str, Array] = {}
+
+        def copy(name: str) -> Array:
+            if not copies:
+                values.watermark.wait_done()
+                copies.update({name: self.weights.wire(name) for name in self.holdings.travelling})
+            return copies[name]
+
+        return self._native(slot, values.turn, range(len(self.holdings.places)), copy)
+
+    def _native(
+        self, slot: Slot, turn: int, positions: Sequence[int], vector: Callable[[str], Array]
+    ) -> Values:
+        """Units of vectors in their own types."""
 
         def bodies(run: range) -> list[memoryview]:
-            first, last = holdings.places[run.start], holdings.places[run[-1]]
-            return [as_bytes(copies[first.vector][first.start : last.stop])]
+            first, last = self.holdings.places[run.start], self.holdings.places[run[-1]]
+            return [as_bytes(vector(first.vector)[first.start : last.stop])]
 
         there = Watermark()
         there.finish()
-        return Values(holdings, slot.seq, NATIVE, turn, positions, 0, bodies, _never_packed, there)
+        return Values(self.holdings, slot.seq, NATIVE, turn, positions, 0, bodies, _never_packed, there)
 
     def _reply_alone(self, slot: Slot, reply: Reply, decision: Decision, work: Work) -> Outgoing:
         request = slot.finish()
@@ -265,7 +289,7 @@ class ShardCore:
         values = Values(
             self.holdings,
             slot.seq,
-            self.assign.codec,
+            private.codec,
             turn,
             positions,
             len(positions),
@@ -281,7 +305,7 @@ class ShardCore:
         return "weights" if self.assign.codec == NATIVE else "change"
 
     def _answer_fetch(self, slot: Slot, reply: Reply, request: Request) -> Outgoing:
-        if request.base_version == self.version:
+        if request.base_version == self.version and not self._approximate:
             return Outgoing(reply.key, None, Answer("unchanged", reply.note))
         if self.assign.mode == "sync" and request.base_version >= 0:
             return self._replay(reply, request)
@@ -347,13 +371,18 @@ class ShardCore:
 
     def _private_of(self, worker: int) -> Private:
         if worker not in self._private:
-            self._private[worker] = Private(self.assign, self.holdings, worker)
+            self._private[worker] = Private(self.assign, self.holdings)
         return self._private[worker]
 
     def _holds(self, worker: int, vectors: Iterable[str]) -> None:
         """Where answers say what has changed since a worker's latest one, remember what it has now."""
-        if self.assign.mode not in BARRIER_MODES and self.assign.codec != NATIVE:
+        if self._approximate:
             self._private_of(worker).holds(self.weights, vectors)
+
+    @property
+    def _approximate(self) -> bool:
+        """Whether a worker that knows a version may hold something else, for which its answers owe it the rest."""
+        return self.assign.mode not in BARRIER_MODES and self.assign.codec != NATIVE
 
 
 def _key(slot: Slot) -> Key:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import Turn, codec_named, compress, sparse
-from cadenza.plane.holdings import Holdings, Place
+from cadenza.plane.holdings import NATIVE, Holdings, Place
 from cadenza.plane.layout import as_bytes
 from cadenza.plane.messages import Assign
 from cadenza_service.servers.aggregate import ServerOptimizer, server_optimizer, weighted_sum
@@ -220,19 +220,21 @@ class Private:
     """One worker's own answers, where workers do not wait for each other.
 
     With a codec that loses precision, what the worker holds is known here, and each answer is the difference to it:
-    what one answer could not say is in the next one. Memory: one slice per worker.
+    what one answer could not say is in the next one. That needs a codec whose error is smaller than what it encodes:
+    the others, the unbiased ones, are for updates only, and answers are exact. Memory: one slice per worker.
     """
 
-    def __init__(self, assign: Assign, holdings: Holdings, worker: int) -> None:
-        self._assign = assign
+    def __init__(self, assign: Assign, holdings: Holdings) -> None:
+        self.codec = assign.codec if codec_named(assign.codec).biased else NATIVE
+        """Of the answers."""
+        self._seed = assign.seed
         self._holdings = holdings
-        self._worker = worker
-        self._codec = codec_named(assign.codec)
+        self._codec = codec_named(self.codec)
         self._values = {
             name: np.zeros(
                 holdings.slices[name].length,
                 holdings.sum_type(name)
-                if holdings.answered_encoded(name, assign.codec)
+                if holdings.answered_encoded(name, self.codec)
                 else holdings.wire_type(name),
             )
             for name in holdings.travelling
@@ -260,14 +262,14 @@ class Private:
         place = self._holdings.places[position]
         span = slice(place.start, place.stop)
         held, committed = self._values[place.vector][span], weights.committed[place.vector][span]
-        if not self._holdings.answered_encoded(place.vector, self._assign.codec):
+        if not self._holdings.answered_encoded(place.vector, self.codec):
             held[:] = committed
             self._bodies[position] = as_bytes(held)
             return
         body = self._bodies[position] = _room(
             self._encoded, position, self._codec.size_bytes(place.unit, turn)
         )
-        at = Turn(self._assign.seed, turn, SERVER)
+        at = Turn(self._seed, turn, SERVER)
         self._codec.encode(committed - held, place.unit, at, body)
         change = np.empty_like(held)
         self._codec.decode(body, place.unit, at, change)

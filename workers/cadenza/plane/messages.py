@@ -130,6 +130,8 @@ class Request(Message, frozen=True):
     """Where leased, the positions of these samples."""
     reason: str = ""
     """abstain: why, such as ``amp_overflow``."""
+    link: LinkFacts | LeftOut | None = None
+    """What the worker's previous update to this shard showed of the link."""
 
 
 class Read(Message, frozen=True):
@@ -191,6 +193,8 @@ class Answer(Message, frozen=True):
     """From then until the answer began."""
     link: LinkFacts | LeftOut | None = None
     """What the shard's previous answer to this worker showed of the link."""
+    pace_bytes_per_s: float | None = None
+    """At which rate all workers on other hosts together should send to this shard; none while that is not known."""
 
 
 class State(Message, frozen=True):

@@ -46,7 +46,7 @@ from cadenza.plane.shard_end import Incoming, ShardEnd
 from cadenza.plane.transport import connect
 from cadenza.plane.turns import Turns, rotation
 from cadenza.plane.units import Unit
-from cadenza.plane.uplink import Lane, Uplink
+from cadenza.plane.uplink import Uplink
 from cadenza.plane.wire import Identity, ProtocolError, Role
 
 SLACK_S = 30.0
@@ -78,8 +78,6 @@ class NetworkLink:
             phase: ([0] * BUCKETS, 0.0) for phase in get_args(SyncPhase)
         }
         self._told_at = 0.0
-        self._lanes: list[Lane | None] = []
-        """By shard; none where it is on this host."""
         self._report = LinkObserver()
 
     @property
@@ -106,7 +104,8 @@ class NetworkLink:
             end.connection = self._connect(end, host, port)
             self._ends.append(end)
         self._uplink = Uplink(joined.congestion_control)
-        self._lanes = [self._uplink.add(end.connection) for end in self._ends]
+        for end in self._ends:
+            end.lane = self._uplink.add(end.connection)
         self._packed = [set() for _ in self._ends]
         self._changes = self._memory_for_changes(layout, joined)
         self._layout, self._joined = layout, joined
@@ -162,7 +161,7 @@ class NetworkLink:
         incoming = self._await_values(request, into)
         packed = self._take_packed()
         if request.kind == "update":
-            calls = self._update(request, values, packed)
+            calls = self._update(request, values, into, packed)
         else:
             calls = [end.connection.call(request, into=self._whole(end, into)) for end in self._ends]
         return self._flight(request, calls, incoming, begun_at)
@@ -174,7 +173,9 @@ class NetworkLink:
             # What left during the backward pass cost no time.
             begun_at = time.monotonic()
             incoming = self._await_values(request, into)
-            calls = [end.connection.call(request) for end in self._ends]
+            calls = [
+                end.connection.call(end.telling(request), into=self._whole(end, into)) for end in self._ends
+            ]
             return self._flight(request, calls, incoming, begun_at)
 
         return NetworkStream(seq, base_version, values, self._ends, self._owner, close, self._take_packed)
@@ -265,21 +266,24 @@ class NetworkLink:
         packed, self._packed = self._packed, [set() for _ in self._ends]
         return packed
 
-    def _update(self, request: Request, values: Arrays, packed: list[set[int]]) -> list[Pending]:
+    def _update(
+        self, request: Request, values: Arrays, into: Arrays, packed: list[set[int]]
+    ) -> list[Pending]:
         """Send an update to every shard: behind a barrier to one other host after another, and then to each its turn."""
         _, joined = self._job()
         turns = Turns() if joined.mode in BARRIER_MODES else None
         calls: dict[int, Pending] = {}
         for end in rotation(self._ends, self.worker + 1):
             in_turn = turns if not end.connection.local else None
-            calls[end.number] = end.update(request, values, packed[end.number], in_turn)
+            whole = self._whole(end, into)
+            calls[end.number] = end.update(request, values, packed[end.number], in_turn, whole)
         return [calls[number] for number in range(len(self._ends))]
 
     def _take_off(self) -> float:
         """A transfer begins; returns the time."""
-        for lane in self._lanes:
-            if lane is not None:
-                lane.begin()
+        for end in self._ends:
+            if end.lane is not None:
+                end.lane.begin()
         return time.monotonic()
 
     def _flight(
@@ -292,10 +296,11 @@ class NetworkLink:
         def landed(answers: Sequence[Answer], moments: Moments) -> None:
             rounds = len(answers[0].present) if answers[0].content == "gradients" else 1
             self.raw_pull_bytes += rounds * _size_bytes(layout, answers[0].vectors)
-            self._report.landed(self._lanes, answers, moments)
+            self._report.landed([end.lane for end in self._ends], answers, moments)
             if joined.mode in BARRIER_MODES:
                 # Elsewhere nobody knows who else sends at the moment.
-                self._uplink.settle(joined.fan_in)
+                told = [answer.pace_bytes_per_s for answer in answers]
+                self._uplink.settle(joined.fan_in, min((pace for pace in told if pace), default=None))
 
         return NetworkFlight(
             calls,

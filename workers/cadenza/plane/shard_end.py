@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import Compressor, Turn, sparse
@@ -16,6 +17,7 @@ from cadenza.plane.layout import as_bytes
 from cadenza.plane.link import Arrays
 from cadenza.plane.messages import Message, Request, Units
 from cadenza.plane.turns import Turns
+from cadenza.plane.uplink import Lane
 from cadenza.plane.wire import ProtocolError
 
 SERVER = -1
@@ -60,18 +62,32 @@ class ShardEnd(NoRequests):
         """Whether the frame that is being received was given its buffers."""
 
     connection: Connection
+    lane: Lane | None = None
+    """None where the shard is on this host."""
 
     # --- sending ---
 
     def update(
-        self, request: Request, values: Arrays, packed: Collection[int], turns: Turns | None
+        self,
+        request: Request,
+        values: Arrays,
+        packed: Collection[int],
+        turns: Turns | None,
+        whole: Callable[[Message, int], Sequence[Buffer]],
     ) -> Pending:
-        """Send a request, and every unit of its update; with ``turns``, after what was chained before."""
-        pending = self.connection.call(request)
+        """Send a request, and every unit of its update; with ``turns``, after what was chained before.
+
+        ``whole`` says where an answer's own bytes go, in case that the round was skipped.
+        """
+        pending = self.connection.call(self.telling(request), into=whole)
         every = range(len(self.holdings.places))
         frames = self.frames(request.seq, request.base_version, values, every, packed)
         self.connection.stream(turns.chain(self.connection, frames) if turns else frames, pending)
         return pending
+
+    def telling(self, request: Request) -> Request:
+        """The request, with what this shard should know of the link."""
+        return request if self.lane is None else replace(request, link=self.lane.monitor.latest)
 
     def frames(
         self,

@@ -10,7 +10,6 @@ import threading
 from cadenza.plane.congestion import TransportPlan, choosable, plan_for
 from cadenza.plane.connection import Connection
 from cadenza.plane.monitor import LeftOut, LinkFacts, LinkMonitor, LinkSample
-from cadenza.plane.pacing import PacedRound, PaceState, first_pace, next_pace
 
 
 class Lane:
@@ -60,7 +59,6 @@ class Uplink:
         self._setting = setting
         self._lock = threading.Lock()
         self._lanes: dict[Connection, Lane] = {}
-        self._pace: PaceState | None = None
         self._plan: TransportPlan | None = None
 
     def add(self, connection: Connection) -> Lane | None:
@@ -95,11 +93,12 @@ class Uplink:
             known = [lane.monitor.congestion for lane in self._lanes.values()]
         return max((value for value in known if value is not None), default=None)
 
-    def settle(self, fan_in: int) -> None:
+    def settle(self, fan_in: int, pace_bytes_per_s: float | None = None) -> None:
         """A round is over: choose how to send in the next one.
 
         Args:
             fan_in: connections that share the narrowest link at a time, by this process's best knowledge.
+            pace_bytes_per_s: at which rate all of these together should send, if whoever they send to has said so.
         """
         with self._lock:
             lanes = list(self._lanes.values())
@@ -108,17 +107,10 @@ class Uplink:
                 return
             for lane in lanes:
                 lane.fresh = None
-            seen = PacedRound(
-                delivered_bytes_per_s=fan_in * sum(f.goodput_bytes_per_s for f in facts) / len(facts),
-                queueing_delay_s=max(f.queueing_delay_s for f in facts),
-                retransmitted_share=sum(f.retransmitted_share for f in facts) / len(facts),
-            )
-            self._pace = (
-                first_pace(seen.delivered_bytes_per_s) if self._pace is None else next_pace(self._pace, seen)
-            )
+            rate = pace_bytes_per_s or fan_in * sum(f.goodput_bytes_per_s for f in facts) / len(facts)
             known = [lane.least_rtt_s for lane in lanes if lane.least_rtt_s is not None]
             rtt_s = min(known) if known else min(f.base_rtt_s for f in facts)
-            plan = plan_for(self._setting, choosable(), fan_in, self._pace.rate_bytes_per_s, rtt_s)
+            plan = plan_for(self._setting, choosable(), fan_in, rate, rtt_s)
             changed, self._plan = plan != self._plan, plan
         if changed:
             for lane in lanes:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 KEY_SIZE_BYTES = 32
 NONCE_SIZE_BYTES = 32
 PROOF_SIZE_BYTES = 32
@@ -154,7 +154,7 @@ HEADER_SIZE_BYTES = _HEADER.size
 
 FLAG_REPLY = 1
 FLAG_TAG = 2
-"""A 16-byte authentication tag follows the body. Reserved: version 1 sends and accepts none."""
+"""A 16-byte authentication tag follows the body. Reserved: version 2 sends and accepts none."""
 _KNOWN_FLAGS = FLAG_REPLY
 
 
@@ -186,7 +186,7 @@ def pack_header(header: Header) -> bytes:
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> Header:
-    """The header in ``data``; raises ProtocolError on anything that version 1 does not send."""
+    """The header in ``data``; raises ProtocolError on anything that version 2 does not send."""
     magic, version, flags, call, message_length, reserved, body_length, checksum = _HEADER.unpack(data)
     if magic != _FRAME_MAGIC or version != PROTOCOL_VERSION:
         raise ProtocolError(f"not a frame of protocol {PROTOCOL_VERSION}")

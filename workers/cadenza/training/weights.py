@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cadenza.plane.holdings import NATIVE
 from cadenza.plane.layout import Role
 from cadenza.plane.link import Link
-from cadenza.plane.messages import Joined, Notice
+from cadenza.plane.messages import BARRIER_MODES, Joined, Notice
 from cadenza.training.averaging import Averaging
 from cadenza.training.flat import FlatModel, HostVectors
 from cadenza.training.tally import Total
@@ -42,6 +43,8 @@ class WeightAveraging(Averaging):
         """Whether the model holds more than the committed weights right after a merge: steps since it was sent."""
         self._optimizer = optimizer
         self._mix = joined.mix
+        self._approximate = joined.mode not in BARRIER_MODES and joined.codec != NATIVE
+        """Whether answers come as near to the committed weights as their codec can say, and later ones say the rest."""
         self._held_back = False
         self._sent: HostVectors | None = None
 
@@ -94,13 +97,15 @@ class WeightAveraging(Averaging):
 
     def hold_back(self) -> None:
         """Make the model the committed weights, and keep what it holds beyond them until :meth:`catch_up`."""
-        if not self.ahead:
-            return
-        self._flat.gather(self._work)
-        for role in TRAVELLING_ROLES:
-            self._subtract_anchor(role)
-        self._flat.scatter(self._anchor)
-        self.ahead, self._held_back = False, True
+        if self.ahead:
+            self._flat.gather(self._work)
+            for role in TRAVELLING_ROLES:
+                self._subtract_anchor(role)
+        if self._approximate:
+            self.exchanger.fetch(self._anchor.arrays)
+        if self.ahead or self._approximate:
+            self._flat.scatter(self._anchor)
+        self.ahead, self._held_back = False, self._held_back or self.ahead
 
     def catch_up(self) -> None:
         """Take what was committed since the latest exchange. The model must not have changed since."""
