@@ -37,7 +37,6 @@ FORMS: dict[str, tuple[dict[str, Any], int]] = {
         6,
     ),
     "groups and momentum": ({"mode": "local", "groups": 4, "outer": {"name": "nesterov"}}, 6),
-    "sparse deltas on arrival": ({"mode": "async", "local_steps": 4, "codec": "topk:0.1"}, 6),
 }
 """By name, what is asked of the rounds, and epochs."""
 

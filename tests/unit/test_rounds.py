@@ -248,7 +248,8 @@ class Simulation:
         if outgoing.answer is None:
             return
         body = b"".join(outgoing.bodies)
-        if outgoing.values is not None:
+        # With "unchanged" come only buffers that tentative answers had changed, which this model has not.
+        if outgoing.values is not None and outgoing.answer.content != "unchanged":
             assert not body
             body = pulled.tobytes()
         answers = self.arrived.setdefault(outgoing.key, {})

@@ -188,7 +188,7 @@ class Connection:
         self.run_bytes = MOST_RUN_BYTES
         """How much one frame of a long transfer should carry: little on a slow link, so that the pipeline fills soon."""
         self._sock = sock
-        self._local = sock.family not in (socket.AF_INET, socket.AF_INET6) or congestion.is_local(sock)
+        self._local = _is_local(sock)
         self._peer_host = _peer_host(sock)
         self._handler = handler
         self._outgoing: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
@@ -455,6 +455,15 @@ class Connection:
             self._handler.handle(self, call, message)
         except Refusal as refusal:
             self.refuse(call, refusal)
+
+
+def _is_local(sock: socket.socket) -> bool:
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    try:
+        return congestion.is_local(sock)
+    except OSError:  # It has ended: there is nothing to tune, and its first use will tell.
+        return True
 
 
 def _peer_host(sock: socket.socket) -> str:

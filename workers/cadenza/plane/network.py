@@ -324,7 +324,7 @@ class NetworkLink:
         return [part for name, part in end.holdings.slices.items() if name in vectors]
 
     def _whole(self, end: ShardEnd, into: Arrays) -> Callable[[Message, int], Sequence[Buffer]]:
-        """Where a shard's answer to a fetch goes: its slices of the arrays, in layout order."""
+        """Where an answer's whole vectors go, of a fetch or where nothing was merged: slices, in layout order."""
 
         def destination(message: Message, length: int) -> Sequence[Buffer]:
             if not isinstance(message, Answer):
