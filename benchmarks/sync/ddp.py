@@ -28,7 +28,7 @@ CHECKED_STEPS = 3
 LARGEST_DISTANCE = 1e-5
 
 DDP, DDP_AS_FOUND = "ddp", "ddp_as_found"
-CONTENDERS = (DDP, "fp32", "int8", DDP_AS_FOUND)
+COMPARED = (DDP, *CODECS)
 
 
 class Race:
@@ -48,14 +48,16 @@ class Race:
         for codec, servers in jobs.items():
             crew.act("workshop", "join", servers, name=codec)
 
-    def check(self) -> float:
-        """Let all make some steps: DDP and fp32 must come to the same; returns the distance."""
-        for name in CONTENDERS:
+    def warm_up(self) -> None:
+        """The first steps; fp32's and DDP's parameters are the same afterwards, or RuntimeError is raised."""
+        for name in COMPARED:
             self._act("steps", name=name, count=CHECKED_STEPS)
-        distance = max(float(each["distance"]) for each in self._act("distance", one=DDP, other="fp32"))
-        if distance > LARGEST_DISTANCE:
+        if (distance := self.distance()) > LARGEST_DISTANCE:
             raise RuntimeError(f"after {CHECKED_STEPS} steps, fp32 and DDP differ by {distance:.2e}")
-        return distance
+
+    def distance(self) -> float:
+        """The largest difference between parameters of fp32 and DDP."""
+        return max(float(each["distance"]) for each in self._act("distance", one=DDP, other="fp32"))
 
     def block_s(self, name: str, count: int) -> float:
         """Median seconds of ``count`` steps, after one that is not counted, since others went before it."""
@@ -66,7 +68,7 @@ class Race:
         """Each contender's mean loss of its last steps."""
         return {
             name: statistics.fmean(each["loss"] for each in self._act("loss", name=name, last=8))
-            for name in CONTENDERS
+            for name in COMPARED
         }
 
     def _act(self, method: str, **arguments: Any) -> list[Order]:
@@ -78,17 +80,19 @@ def measure(rate: str, effort: Effort) -> tuple[dict[str, list[float]], dict[str
     fast = rate == "100mbit"
     repetitions = effort.pick(5 if fast else 3, 9 if fast else 5)
     count = effort.pick(3 if fast else 2, 4 if fast else 3)
+    as_found = effort.pick(1, 3)
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
         network = stack.enter_context(Network(("head", *NODES), rate=rate))
         jobs = {codec: stack.enter_context(_job(network, codec)) for codec in CODECS}
         race = Race(network, stack.enter_context(Crew(network, NODES)), jobs)
-        distance = race.check()
+        race.warm_up()
         for repetition in range(repetitions):
-            shift = repetition % len(CONTENDERS)
-            for name in (*CONTENDERS[shift:], *CONTENDERS[:shift]):
+            contenders = (*COMPARED, DDP_AS_FOUND) if repetition < as_found else COMPARED
+            shift = repetition % len(contenders)
+            for name in (*contenders[shift:], *contenders[:shift]):
                 seconds[name].append(race.block_s(name, count))
-        return dict(seconds), {"distance": distance, "loss": race.losses()}
+        return dict(seconds), {"distance_at_the_end": race.distance(), "loss": race.losses()}
 
 
 def _job(network: Network, codec: str) -> Servers:

@@ -92,7 +92,7 @@ def run(effort: Effort) -> Findings:
     """Both rates; the setting that has no bars in full only. A field has the worse of the rates."""
     found: dict[str, dict[str, Incast]] = {
         setting: {
-            label: measure(rate, setting, effort.pick(3, 10) if label == "20" else effort.pick(8, 20))
+            label: measure(rate, setting, effort.pick(3, 10) if label == "20" else effort.pick(6, 20))
             for label, rate in RATES.items()
         }
         for setting in SETTINGS[: effort.pick(1, 2)]

@@ -19,7 +19,7 @@ from benchmarks.sync.rig import Crew, Order, Servers
 
 NODES = ("w0", "w1")
 RATES = {"20": "20mbit", "100": "100mbit"}
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 2
 PROBED_STEPS = 30
 
 PLAIN, ALONE, OVERLAPPED = "plain", "alone", "overlapped"
@@ -70,10 +70,9 @@ class Track:
         self._crew.act("workshop", "join", waiting, name=ALONE)
         self.sync_s(WARM_UP_STEPS)
         step_s = statistics.median(_all(self._act("steps", name=PLAIN, count=PROBED_STEPS)))
-        self.local_steps = math.ceil(self.sync_s(3) / step_s)
+        self.local_steps = math.ceil(self.sync_s(2) / step_s)
         overlapping = self._job({"mode": "local", "local_steps": self.local_steps, "overlap": "on"})
         self._crew.act("workshop", "join", overlapping, name=OVERLAPPED)
-        self.overlapped_s(1)
 
     def steps_s(self, name: str, count: int) -> float:
         """Seconds that ``count`` steps took, the mean of both workers."""

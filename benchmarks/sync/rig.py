@@ -71,8 +71,10 @@ class Process:
 
         watch = threading.Timer(ORDER_TIMEOUT_S, give_up)
         watch.start()
-        line = self._process.stdout.readline()
-        watch.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watch.cancel()
         if not line:
             why = f"took more than {ORDER_TIMEOUT_S:.0f} s for an order" if late.is_set() else "ended"
             raise RuntimeError(f"the process on {self.node} {why}")

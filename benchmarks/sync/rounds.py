@@ -17,7 +17,7 @@ LENGTH = 1_288_448
 
 SYNC = {"mode": "local", "local_steps": 1, "overlap": "off"}
 CASES = {"2w_100": (2, "100mbit"), "2w_20": (2, "20mbit"), "3w_100": (3, "100mbit"), "3w_20": (3, "20mbit")}
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 2
 """In which the plane learns the links' rate."""
 
 
