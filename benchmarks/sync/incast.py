@@ -25,7 +25,7 @@ SETTINGS = ("auto", "bbr")
 """Of CADENZA_CONGESTION_CONTROL. The first is the default, for which the bars are."""
 
 GROUPS = {"one_way": 1, "full_duplex": 16}
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 6
 """In which the plane learns the link's rate."""
 
 

@@ -97,7 +97,11 @@ class NetworkLink:
         # The coordinator has the deadline for joining, and ends the connection when it has passed.
         joined = self._control.ask(Join(layout, node, device), Joined, timeout_s=24 * 3600.0)
         lengths = {vector.name: vector.length for vector in layout.vectors if vector.role == "parameters"}
-        self.compressor = Compressor(joined.codec, lengths, seed=joined.seed, worker=self.worker)
+        # Gradients that change after they have left are sent again.
+        streams = joined.mode == "sync" and joined.overlap != "off"
+        self.compressor = Compressor(
+            joined.codec, lengths, seed=joined.seed, worker=self.worker, repeatable=streams
+        )
         for number, (host, port) in enumerate(joined.shards):
             holdings = Holdings(layout, joined.cut, number)
             end = ShardEnd(number, holdings, self.compressor, joined.seed)

@@ -30,12 +30,22 @@ class Compressor:
         lengths: elements of each vector by its name, such as ``parameters.float32``.
         seed: of the job.
         worker: -1 for a server.
+        repeatable: whether a unit may be encoded again in its round, which then counts instead of the first time. What
+            was remembered before the round is kept for that, which takes as much memory again.
 
     Raises:
         ValueError: there is no codec of that name.
     """
 
-    def __init__(self, codec_name: str, lengths: Mapping[str, int], *, seed: int, worker: int) -> None:
+    def __init__(
+        self,
+        codec_name: str,
+        lengths: Mapping[str, int],
+        *,
+        seed: int,
+        worker: int,
+        repeatable: bool = False,
+    ) -> None:
         self._lengths = dict(lengths)
         self._seed = seed
         self._worker = worker
@@ -43,6 +53,9 @@ class Compressor:
         """What is owed, by vector; DGC's v."""
         self._momentum: dict[str, Floats] = {}
         """DGC's u, by vector."""
+        self._repeatable = repeatable
+        self._before: dict[tuple[str, int], tuple[int, list[Floats]]] = {}
+        """By unit, the latest round and what was remembered before it."""
         self._codec = self._adopted(codec_name)
 
     @property
@@ -59,6 +72,8 @@ class Compressor:
         turn = Turn(self._seed, round, self._worker)
         residual = _part(self._residual, unit)
         momentum = _part(self._momentum, unit)
+        if self._repeatable:
+            self._before_round(unit, round, residual, momentum)
         if isinstance(self._codec, Dgc) and residual is not None and momentum is not None:
             correct_momentum(self._codec, values, momentum, residual, unit, turn, out)
         elif residual is None or not (self._codec.biased or residual.any()):
@@ -103,6 +118,17 @@ class Compressor:
         self._codec = self._adopted(codec_name)
         if isinstance(self._codec, WarmPowerSgd):
             self._codec.kept = parts["start"]
+
+    def _before_round(self, unit: Unit, round: int, *remembered: Floats | None) -> None:
+        """Remember what is remembered before a unit's first time in a round; take it back before another."""
+        parts = [part for part in remembered if part is not None]
+        key = unit.vector, unit.number
+        latest, copies = self._before.get(key, (-1, []))
+        if latest != round or len(copies) != len(parts):
+            self._before[key] = (round, [part.copy() for part in parts])
+            return
+        for part, copy in zip(parts, copies, strict=True):
+            np.copyto(part, copy)
 
     def _adopted(self, codec_name: str) -> Codec:
         codec = codec_named(codec_name)
