@@ -16,6 +16,10 @@ LEAST_BYTES = 256 << 10
 """Of a round that says anything: in less, the senders' first moments are most of it."""
 
 
+FIRST_SHARE = 0.8
+"""Of the busiest window: what TCP had kept back behind a lost segment comes at once, up to a quarter above the rate. From
+below, the pace finds the rate without a queue."""
+
 WINDOW_S = 0.25
 """Some frames of each sender, even at 5 Mbit/s."""
 
@@ -80,7 +84,7 @@ class Inflow:
             return
         if self._state is None:
             # Workers begin the first round one after another: only its busiest time shows what the link carries.
-            self._state = first_pace(busiest(self._arrivals, WINDOW_S))
+            self._state = first_pace(FIRST_SHARE * busiest(self._arrivals, WINDOW_S))
             return
         count = max(len(self._facts), 1)
         seen = PacedRound(

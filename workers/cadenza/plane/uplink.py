@@ -6,10 +6,15 @@ A worker has one for its updates, a shard one for its answers. Connections withi
 from __future__ import annotations
 
 import threading
+from collections import deque
 
 from cadenza.plane.congestion import TransportPlan, choosable, plan_for
 from cadenza.plane.connection import Connection
 from cadenza.plane.monitor import LeftOut, LinkFacts, LinkMonitor, LinkSample
+
+REMEMBERED_ROUNDS = 16
+GROWTH = 1.05
+"""Above the best of the rounds that are remembered: a rate that only followed what was achieved could only fall."""
 
 
 class Lane:
@@ -60,6 +65,7 @@ class Uplink:
         self._lock = threading.Lock()
         self._lanes: dict[Connection, Lane] = {}
         self._plan: TransportPlan | None = None
+        self._goodputs: deque[float] = deque(maxlen=REMEMBERED_ROUNDS)
 
     def add(self, connection: Connection) -> Lane | None:
         """Take a connection in; none where it stays within the host."""
@@ -107,7 +113,8 @@ class Uplink:
                 return
             for lane in lanes:
                 lane.fresh = None
-            rate = pace_bytes_per_s or fan_in * sum(f.goodput_bytes_per_s for f in facts) / len(facts)
+            self._goodputs.append(sum(f.goodput_bytes_per_s for f in facts) / len(facts))
+            rate = pace_bytes_per_s or GROWTH * fan_in * max(self._goodputs)
             known = [lane.least_rtt_s for lane in lanes if lane.least_rtt_s is not None]
             rtt_s = min(known) if known else min(f.base_rtt_s for f in facts)
             plan = plan_for(self._setting, choosable(), fan_in, rate, rtt_s)
