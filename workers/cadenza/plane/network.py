@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.plane.codecs import Compressor
+from cadenza.plane.congestion import CongestionControlError
 from cadenza.plane.connection import Buffer, Connection, Pending
 from cadenza.plane.control import CONTROL_TIMEOUT_S, Control, expect
 from cadenza.plane.flights import Moments, NetworkFlight, NetworkStream
@@ -109,7 +110,10 @@ class NetworkLink:
             self._ends.append(end)
         self._uplink = Uplink(joined.congestion_control)
         for end in self._ends:
-            end.lane = self._uplink.add(end.connection)
+            try:
+                end.lane = self._uplink.add(end.connection)
+            except CongestionControlError as error:
+                raise LinkError(str(error)) from error
         self._packed = [set() for _ in self._ends]
         self._changes = self._memory_for_changes(layout, joined)
         self._layout, self._joined = layout, joined

@@ -87,18 +87,6 @@ class Uplink:
         """The lane of a connection; none where it stays within the host."""
         return self._lanes.get(connection)
 
-    @property
-    def plan(self) -> TransportPlan | None:
-        """How connections to other hosts send now; none before the first round was settled."""
-        return self._plan
-
-    @property
-    def congestion(self) -> float | None:
-        """The worst lane's congestion, 0 to 1; none before there are facts."""
-        with self._lock:
-            known = [lane.monitor.congestion for lane in self._lanes.values()]
-        return max((value for value in known if value is not None), default=None)
-
     def settle(self, fan_in: int, pace_bytes_per_s: float | None = None) -> None:
         """A round is over: choose how to send in the next one.
 
